@@ -1,0 +1,140 @@
+"""Where ranks that are threads wait for each other, and where it is noticed that a wait can never end.
+
+The hub knows no tensors: only gates, who waits at which, who has finished and who failed first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from functional_par.comm.base import Record
+from functional_par.errors import DeadlockError, RankFailedError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first error of a run; ``rank`` is None when it came from outside, as Ctrl-C does."""
+
+    rank: int | None
+    error: BaseException
+
+    def for_rank(self, rank: int) -> BaseException:
+        """What another rank raises because of it."""
+        if isinstance(self.error, DeadlockError):
+            return DeadlockError(str(self.error))
+        who = "the run was interrupted" if self.rank is None else f"rank {self.rank} failed"
+        return RankFailedError(f"rank {rank} stopped because {who}: {type(self.error).__name__}: {self.error}")
+
+
+class Gate:
+    """Opens once, for all. ``missing`` holds the ranks that have yet to do their part."""
+
+    __slots__ = ("is_open", "missing", "opened")
+
+    def __init__(self, missing: Iterable[int] = ()) -> None:
+        self.missing = set(missing)
+        self.is_open = False
+        self.opened = threading.Event()
+
+
+class Hub:
+    """The meeting point of ``size`` ranks.
+
+    Attributes:
+        lock: guards the hub's state and that of the meetings held at it.
+        records: each rank's record, for the report of a deadlock.
+    """
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.lock = threading.Lock()
+        self.records = [Record() for _ in range(size)]
+        self._timeout = timeout
+        self._finished: set[int] = set()
+        self._waiting: dict[int, tuple[Gate, Callable[[], str]]] = {}
+        self._failure: Failure | None = None
+        self._over = threading.Event()
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure, if any."""
+        return self._failure
+
+    def check(self, rank: int) -> None:
+        """Raise what stops ``rank``, if another rank has failed."""
+        if self._failure is not None:
+            raise self._failure.for_rank(rank)
+
+    def open(self, gate: Gate) -> None:
+        """Let everyone through. Called by the one who completes what the gate stands for."""
+        with self.lock:
+            gate.is_open = True
+            for rank in [rank for rank, (at, _) in self._waiting.items() if at is gate]:
+                del self._waiting[rank]
+        gate.opened.set()
+
+    def wait(self, rank: int, gate: Gate, what: Callable[[], str]) -> None:
+        """Return once the gate is open.
+
+        Raises:
+            DeadlockError: if it can never open, or did not within the timeout.
+            RankFailedError: if another rank has failed.
+        """
+        if not gate.is_open:
+            with self.lock:
+                if not gate.is_open and self._failure is None:
+                    self._waiting[rank] = gate, what
+                    self._detect(rank)
+            if not gate.opened.wait(self._timeout):
+                with self.lock:
+                    self._deadlock(rank, f"after {self._timeout:g} s without progress")
+        self.check(rank)
+
+    def finish(self, rank: int) -> None:
+        """Note that ``rank`` has returned from its main function."""
+        with self.lock:
+            self._finished.add(rank)
+            self._detect(rank)
+            if len(self._finished) == len(self.records):
+                self._over.set()
+
+    def fail(self, rank: int | None, error: BaseException) -> None:
+        """Stop every rank because of ``error``; only the first failure counts."""
+        with self.lock:
+            self._fail(rank, error)
+
+    def wait_until_over(self) -> None:
+        """Return when every rank has finished, or one has failed."""
+        self._over.wait()
+
+    def _fail(self, rank: int | None, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = Failure(rank, error)
+            for gate, _ in self._waiting.values():
+                gate.opened.set()
+            self._over.set()
+
+    def _detect(self, rank: int) -> None:
+        stuck = any(gate.missing & self._finished for gate, _ in self._waiting.values())
+        if self._waiting and (stuck or len(self._waiting) + len(self._finished) == len(self.records)):
+            self._deadlock(rank, "and cannot go on")
+
+    def _deadlock(self, rank: int, why: str) -> None:
+        lines = "\n".join(f"  rank {r}: {self._state(r)}" for r in range(len(self.records)))
+        self._fail(rank, DeadlockError(f"ranks wait for each other {why}.\n{lines}"))
+
+    def _state(self, rank: int) -> str:
+        last = f"last call: {self.records[rank].last}"
+        if rank in self._finished:
+            return f"has finished; {last}"
+        if rank not in self._waiting:
+            return f"is computing; {last}"
+        gate, what = self._waiting[rank]
+        return f"waits for {named(gate.missing)} in {what()}; {last}"
+
+
+def named(ranks: Iterable[int]) -> str:
+    """``rank 1`` or ``ranks 1, 2``."""
+    found: Sequence[int] = sorted(ranks)
+    return ("rank " if len(found) == 1 else "ranks ") + ", ".join(map(str, found))
