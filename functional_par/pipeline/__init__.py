@@ -1,0 +1,1 @@
+"""Pipelines: schedules as data, and their execution."""

@@ -1,0 +1,116 @@
+"""One pipeline stage: its layers as calls that return a pullback, with everything static worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from functional_par.errors import ModelError
+from functional_par.model import LOSS, Layer
+from functional_par.par import Par
+from functional_par.plan import Plan
+from functional_par.trace import Abstract, Trace
+from functional_par.vjp import Engine, Pull
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The value between two layers: a pytree of tensors, some of which carry a cotangent back."""
+
+    leaves: tuple[Abstract, ...]
+    structure: Any
+    differentiable: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Edge:
+        """The edge of a traced value."""
+        leaves, structure = pytree.tree_flatten(value)
+        return cls(tuple(leaves), structure, tuple(leaf.value.grad for leaf in leaves))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One layer, ready to run: which of its leaves are differentiated, and what goes in and comes out."""
+
+    layer: Layer
+    trainable: tuple[str, ...]
+    frozen: tuple[str, ...]
+    before: Edge
+    after: Edge
+
+    def forward(self, engine: Engine, leaves: Mapping[str, Tensor], x: list[Tensor], par: Par) -> tuple[list[Tensor], Pull]:
+        """Run the layer on the flat leaves of its input; returns those of its output, and the pullback.
+
+        The pullback takes a cotangent for each differentiable output, and returns one for each trainable leaf followed by
+        one for each differentiable input.
+        """
+        kept = {path: leaves[path] for path in self.frozen}
+        n = len(self.trainable)
+
+        def function(*primals: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            chosen = self.layer.select(kept | dict(zip(self.trainable, primals, strict=False)))
+            inputs = _weave(self.before.differentiable, primals[n:], x)
+            y = self.layer.fn(chosen, pytree.tree_unflatten(inputs, self.before.structure), par)
+            return self._split(y)
+
+        primals = [leaves[path] for path in self.trainable]
+        primals += [leaf for leaf, grad in zip(x, self.before.differentiable, strict=True) if grad]
+        outputs, aux, pull = engine(function, *primals)
+        return _join(self.after.differentiable, outputs, aux), pull
+
+    def _split(self, y: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Separate the outputs that carry a cotangent from those that do not, checking what the trace promised."""
+        flat, structure = pytree.tree_flatten(y)
+        flat = [leaf if isinstance(leaf, Tensor) else torch.tensor(leaf) for leaf in flat]
+        if structure != self.after.structure:
+            raise ModelError(
+                f"layer {self.layer.name!r} returned the structure {structure}, but {self.after.structure} when it was traced; "
+                "a layer's output has the same structure at every call."
+            )
+        for leaf, expected in zip(flat, self.after.leaves, strict=True):
+            if tuple(leaf.shape) != expected.shape or leaf.dtype != expected.dtype:
+                raise ModelError(
+                    f"layer {self.layer.name!r} returned {leaf.dtype}{list(leaf.shape)}, but {expected.dtype}"
+                    f"{list(expected.shape)} when it was traced; shapes are static."
+                )
+        pairs = list(zip(flat, self.after.differentiable, strict=True))
+        return [leaf for leaf, grad in pairs if grad], [leaf for leaf, grad in pairs if not grad]
+
+
+def stage_calls(plan: Plan, traced: Trace, stage: int) -> tuple[Call, ...]:
+    """The calls of one stage in order; the loss is the last call of the last stage."""
+    calls = []
+    before = Edge.of(dict(traced.batch))
+    for layer in plan.model.all_layers:
+        after = _loss_edge(traced) if layer.name == LOSS else Edge.of(traced.layers[layer.name].output)
+        if plan.stage_of[layer.name] == stage:
+            trainable = tuple(path for path in layer.paths if plan.specs[path].trainable)
+            frozen = tuple(path for path in layer.paths if not plan.specs[path].trainable)
+            calls.append(Call(layer, trainable, frozen, before, after))
+        before = after
+    return tuple(calls)
+
+
+def _loss_edge(traced: Trace) -> Edge:
+    """Of the pair (sum, count) only the sum is differentiated."""
+    total, count = traced.layers[LOSS].output
+    if not isinstance(count, Abstract):
+        count = Abstract((), torch.tensor(count).dtype)
+    leaves, structure = pytree.tree_flatten((total, count))
+    return Edge(tuple(leaves), structure, (True, False))
+
+
+def _weave(differentiable: Sequence[bool], primals: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:
+    """The input's leaves, those that are differentiated replaced by the primals."""
+    supply = iter(primals)
+    return [next(supply) if grad else leaf for leaf, grad in zip(x, differentiable, strict=True)]
+
+
+def _join(differentiable: Sequence[bool], outputs: Sequence[Tensor], aux: Sequence[Tensor]) -> list[Tensor]:
+    first, second = iter(outputs), iter(aux)
+    return [next(first) if grad else next(second) for grad in differentiable]

@@ -1,0 +1,164 @@
+"""The plan: everything that follows from a model, the transforms and a mesh, before any process exists. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from functional_par.errors import CompositionError, MeshError
+from functional_par.mesh import AXES, Mesh
+from functional_par.model import LOSS, Layer, Model
+from functional_par.par import TensorParallelMode
+from functional_par.spec import Debt, Spec
+from functional_par.trace import Setting, Trace, trace
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything lies and what every gradient owes. Transforms are commuting maps from plan to plan.
+
+    Attributes:
+        mesh: axis sizes.
+        source: the model as the user wrote it.
+        model: the model with ties applied: one leaf a tied set.
+        specs: leaf path to sharding annotation, for the leaves of ``model``.
+        aliases: tied path to the path that stands for it.
+        costs: work of each layer's forward on one row, in floating-point operations; the loss is one of them.
+        stages: names of the layers on each pipeline stage; the loss belongs to the last.
+        schedule, microbatches: how the pipeline runs.
+        mode, async_comm: how tensor-parallel layers communicate.
+        active: the axes that some transform uses.
+        data_axes: the axes along which the batch is split, in mesh order.
+    """
+
+    mesh: Mesh
+    source: Model
+    model: Model
+    specs: Mapping[str, Spec]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    costs: Mapping[str, int] = field(default_factory=dict)
+    stages: tuple[tuple[str, ...], ...] = ()
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    mode: TensorParallelMode = TensorParallelMode.ALL_REDUCE
+    async_comm: bool = False
+    active: frozenset[str] = frozenset()
+    data_axes: tuple[str, ...] = ()
+
+    @classmethod
+    def start(cls, model: Model, mesh: Mesh, costs: Mapping[str, int]) -> Plan:
+        """The plan of the plain function: every leaf whole, one stage, nothing owed."""
+        specs = {
+            path: Spec(path, leaf.shape, leaf.names, (None,) * len(leaf.shape), trainable=leaf.trainable)
+            for path, leaf in model.leaves.items()
+        }
+        return cls(mesh, model, model, specs, costs=costs, stages=(tuple(layer.name for layer in model.layers),))
+
+    def use(self, *axes: str) -> Plan:
+        """The same plan, in which a transform takes charge of these axes."""
+        return replace(self, active=self.active | frozenset(axes))
+
+    @cached_property
+    def replicas(self) -> int:
+        """Number of different shares of the batch."""
+        size = 1
+        for axis in self.data_axes:
+            size *= getattr(self.mesh, axis)
+        return size
+
+    def replica(self, rank: int) -> int:
+        """Which share of the batch a rank works on."""
+        coords, index = self.mesh.coords(rank), 0
+        for axis in self.data_axes:
+            index = index * getattr(self.mesh, axis) + getattr(coords, axis)
+        return index
+
+    @cached_property
+    def stage_of(self) -> dict[str, int]:
+        """Layer name to pipeline stage, the loss included."""
+        return {name: i for i, names in enumerate(self.stages) for name in names} | {LOSS: len(self.stages) - 1}
+
+    def stage_layers(self, stage: int) -> tuple[Layer, ...]:
+        """The layers of a stage in order, with the loss on the last."""
+        return tuple(layer for layer in self.model.all_layers if self.stage_of[layer.name] == stage)
+
+    def stage_leaves(self, stage: int) -> tuple[str, ...]:
+        """Paths of the leaves that a stage holds, in the order of the tree."""
+        return tuple(path for path, spec in self.specs.items() if stage in spec.stages)
+
+    def trace(self, batch: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None, dtype: torch.dtype = torch.float32) -> Trace:
+        """Infer types, shapes and debts for microbatches of the given shapes (by default small ones)."""
+        setting = Setting(
+            sizes=self.mesh.sizes,
+            active=self.active - {"pp"},
+            data=frozenset(self.data_axes),
+            leaves={p: (s.local_shape(self.mesh), frozenset(s.sharded)) for p, s in self.specs.items()},
+            batch=batch or self.example(),
+            mode=self.mode,
+            async_comm=self.async_comm,
+            dtype=dtype,
+        )
+        return trace(self.model, setting)
+
+    def example(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Fields of a small microbatch that every axis divides."""
+        free = 2 * self.mesh.tp * self.mesh.cp
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, given in (self.model.batch or {}).items():
+            sizes = [1 if size is None and i == 0 else free if size is None else size for i, size in enumerate(given.shape)]
+            shapes[name] = (tuple(sizes), given.dtype)
+        return shapes
+
+    def finish(self) -> Plan:
+        """Give every leaf its stages and its debts; raises what only the whole plan reveals."""
+        self._check_axes()
+        staged = {path: replace(spec, stages=self._owners(path)) for path, spec in self.specs.items()}
+        debts = replace(self, specs=staged).trace().debts
+        specs = {}
+        for path, spec in staged.items():
+            owed = {debt.axis: debt for debt in debts[path]}
+            if len(spec.stages) > 1:
+                owed["pp"] = _tie_debt(spec.stages)
+            specs[path] = replace(spec, owes=tuple(owed[axis] for axis in AXES if axis in owed) if spec.trainable else ())
+        return replace(self, specs=specs)
+
+    def _owners(self, path: str) -> tuple[int, ...]:
+        return tuple(sorted({self.stage_of[layer.name] for layer in self.model.all_layers if path in layer.paths}))
+
+    def _check_axes(self) -> None:
+        for axis, size in self.mesh.sizes.items():
+            if size > 1 and axis not in self.active:
+                fix = _FIX[axis]
+                raise MeshError(
+                    f"{self.mesh}: axis {axis} has size {size}, but no transform of this program uses it; its ranks would "
+                    f"all compute the same. {fix}"
+                )
+
+    def summary(self) -> dict[str, Any]:
+        """The choices of the transforms, for headers."""
+        return {
+            "stages": len(self.stages),
+            "schedule": self.schedule,
+            "microbatches": self.microbatches,
+            "tp mode": self.mode.value if "tp" in self.active else "none",
+            "async": self.async_comm,
+            "data axes": "+".join(self.data_axes) or "none",
+        }
+
+
+def _tie_debt(stages: tuple[int, ...]) -> Debt:
+    """What a leaf owes whose copies lie on several stages."""
+    return Debt("pp", f"tied: read on stages {', '.join(map(str, stages))}")
+
+
+_FIX = {
+    "dp": "Add fp.dp_reduce(), or set dp=1.",
+    "ep": "Add fp.dp_reduce(), or set ep=1.",
+    "tp": "Add fp.shard_tp(), or set tp=1.",
+    "pp": "Add fp.stage_pp(), or set pp=1.",
+    "cp": "Splitting the sequence of attention over cp needs a transform that this version does not have; set cp=1.",
+}

@@ -1,0 +1,132 @@
+"""``compose``: transforms on a model make a program; a program and a mesh make a plan; a plan and a world make a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from functional_par.errors import CompositionError
+from functional_par.mesh import Mesh
+from functional_par.model import Model
+from functional_par.plan import Plan
+from functional_par.transforms.base import Transform
+
+if TYPE_CHECKING:
+    from functional_par.comm.base import World
+    from functional_par.optim import Optimizer
+    from functional_par.report.explain import Explanation
+    from functional_par.step import Step
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model under transforms. Make it with ``compose``.
+
+    Attributes:
+        source: the model as written.
+        transforms: in the order given; the order has no effect.
+    """
+
+    source: Model
+    transforms: tuple[Transform, ...]
+    _plans: dict[Mesh, Plan] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def model(self) -> Model:
+        """The model with its ties: the single-process reference of this program."""
+        return self.plan(Mesh()).model
+
+    def plan(self, mesh: Mesh) -> Plan:
+        """Everything that follows from the mesh, before any communication.
+
+        Raises:
+            ParallelError: whatever is wrong with the composition on this mesh; see ``functional_par.errors``.
+        """
+        if mesh not in self._plans:
+            self._plans[mesh] = self._make_plan(mesh)
+        return self._plans[mesh]
+
+    def _make_plan(self, mesh: Mesh) -> Plan:
+        one = Mesh()
+        costs = self._plans[one].costs if one in self._plans else _costs(self.source)
+        plan = Plan.start(self.source, mesh, costs)
+        for transform in self.transforms:
+            plan = transform(plan)
+        plan = plan.finish()
+        for transform in self.transforms:
+            transform.check(plan)
+        return plan
+
+    def explain(self, mesh: Mesh) -> Explanation:
+        """What lies where, what is owed and who pays: a table to print."""
+        from functional_par.report.explain import explain
+
+        return explain(self.plan(mesh))
+
+    def step(
+        self,
+        world: World,
+        optimizer: Optimizer,
+        clip: float | None = None,
+        norm: float = 2.0,
+        donate: bool = False,
+        dtype: torch.dtype = torch.float32,
+        engine: str = "func",
+    ) -> Step:
+        """The training step of one rank: ``state = step.init(seed)``, then ``state, metrics = step(state, batch)``.
+
+        Args:
+            world: this rank's mesh and communication.
+            optimizer: from ``fp.optim``.
+            clip: largest global gradient norm; gradients are scaled down to it. None leaves them alone.
+            norm: order of the global norm: 1, 2 or inf.
+            donate: the step consumes the state it is given and reuses its memory; using that state again raises.
+            dtype: of the parameters and activations. Gradients are accumulated in float32, or float64 for float64.
+            engine: ``"func"`` differentiates with torch.func.vjp, ``"tape"`` with torch.autograd.grad; same numbers.
+        """
+        from functional_par.step import Step
+
+        return Step(self.plan(world.mesh), world, optimizer, clip=clip, norm=norm, donate=donate, dtype=dtype, engine=engine)
+
+
+def compose(*transforms: Transform) -> Callable[[Model], Program]:
+    """Compose transforms, in any order, into a function from a model to a program.
+
+    Applying it checks names, shapes and types on a mesh of ones, so a wrong composition is an error here.
+
+    Raises:
+        CompositionError: something that is not a transform, the same transform twice, or one that does not fit the model.
+        TraceError: a layer with a missing or superfluous collective.
+    """
+    for transform in transforms:
+        if not isinstance(transform, Transform):
+            raise CompositionError(
+                f"compose({transform!r}): not a transform. Call it first (fp.dp_reduce(), not fp.dp_reduce), and pass the "
+                "model to the result: fp.compose(...)(model)."
+            )
+    kinds = [type(transform) for transform in transforms if not transform.repeatable]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise CompositionError(f"compose: {_name(kind)} is given {kinds.count(kind)} times; once is enough.")
+
+    def apply(model: Model) -> Program:
+        if not isinstance(model, Model):
+            raise CompositionError(f"compose(...)({type(model).__name__}): expected an fp.Model.")
+        program = Program(model, transforms)
+        program.plan(Mesh())
+        return program
+
+    return apply
+
+
+def _name(kind: type) -> str:
+    return {"ShardTP": "shard_tp", "StagePP": "stage_pp", "DPReduce": "dp_reduce"}.get(kind.__name__, kind.__name__)
+
+
+def _costs(model: Model) -> dict[str, int]:
+    """Work of each layer on one row, from a trace of the plain function."""
+    traced: Any = Plan.start(model, Mesh(), {}).trace()
+    return {name: layer.work for name, layer in traced.layers.items()}

@@ -1,0 +1,9 @@
+"""The transforms: each file tells one, from its map on the plan to what follows at run time."""
+
+from functional_par.transforms.base import Transform
+from functional_par.transforms.dp_reduce import DPReduce, dp_reduce
+from functional_par.transforms.shard_tp import ShardTP, shard_tp
+from functional_par.transforms.stage_pp import StagePP, split_by_cost, stage_pp
+from functional_par.transforms.tie import Tie, tie
+
+__all__ = ["DPReduce", "ShardTP", "StagePP", "Tie", "Transform", "dp_reduce", "shard_tp", "split_by_cost", "stage_pp", "tie"]
