@@ -1,0 +1,184 @@
+"""What the sections build: the network, the program, the optimizer, the corpus. Also the checks across keys."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from functional_par.config.sections import Model as ModelSection
+from functional_par.config.sections import OptimizerFactory, Sections
+from functional_par.errors import ConfigError
+
+if TYPE_CHECKING:
+    from functional_par.data import Corpus
+    from functional_par.model import Model
+    from functional_par.optim import Optimizer, Schedule
+    from functional_par.program import Program
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+TIED = ("head.weight", "embed.weight")
+ONLY_GPT = ("bias",)
+ONLY_LLAMA = ("n_kv_heads", "rope_theta")
+
+
+def check(sections: Sections, source: str) -> None:
+    """Raise ConfigError for keys that are fine alone but not together."""
+    _check_model(sections.model, source)
+    _check_optimizer(sections, source)
+    if sections.data.text is not None and sections.data.tokens is not None:
+        raise ConfigError(f"{source}: data.text and data.tokens are both given; there is one corpus. Keep one.")
+    stages, pp = sections.parallelism.stage_layers, sections.parallelism.pp
+    if stages is not None and len(stages) != pp:
+        raise ConfigError(f"{source}: parallelism.stage_layers has {len(stages)} stages, but pp={pp}. Make them equal.")
+
+
+def _check_model(model: ModelSection, source: str) -> None:
+    for name in ONLY_LLAMA if model.name == "gpt" else ONLY_GPT:
+        if getattr(model, name) is not None:
+            raise ConfigError(f"{source}: model.{name} has no meaning for a {model.name}. Leave it out.")
+    if model.d_model % model.n_heads:
+        raise ConfigError(
+            f"{source}: model.d_model={model.d_model} does not divide into model.n_heads={model.n_heads} heads. "
+            f"Take a multiple of {model.n_heads}."
+        )
+    if model.n_kv_heads is not None and model.n_heads % model.n_kv_heads:
+        raise ConfigError(
+            f"{source}: model.n_heads={model.n_heads} does not divide into groups for model.n_kv_heads="
+            f"{model.n_kv_heads}. Take a divisor of {model.n_heads}."
+        )
+
+
+def _check_optimizer(sections: Sections, source: str) -> None:
+    factory, at = sections.optimizer.optimizer_factory, f"{source}: optimizer.optimizer_factory"
+    other = ("momentum",) if factory.name == "adamW" else ("adam_beta1", "adam_beta2", "adam_eps")
+    for name in other:
+        if getattr(factory, name) is not None:
+            raise ConfigError(f"{at}.{name} has no meaning for {factory.name}. Leave it out.")
+    patterns = sections.optimizer.weight_decay_exclude_named_params or ()
+    if patterns and factory.name == "sgd":
+        raise ConfigError(f"{source}: optimizer.weight_decay_exclude_named_params is available for adamW only.")
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"{source}: optimizer.weight_decay_exclude_named_params: {pattern!r} is no regular expression: {error}."
+            ) from None
+
+
+def model(sections: Sections, source: str) -> Model:
+    """The network, without parallelism."""
+    from functional_par import models
+
+    m = sections.model
+    seq_len = sections.tokens.sequence_length
+    if m.name == "gpt":
+        bias = m.bias is None or m.bias
+        return models.gpt(
+            m.vocab,
+            m.d_model,
+            m.n_layers,
+            m.n_heads,
+            seq_len,
+            m.d_ff,
+            bias=bias,
+            norm_eps=m.norm_eps,
+            init_std=m.init_std,
+        )
+    return models.llama(
+        m.vocab,
+        m.d_model,
+        m.n_layers,
+        m.n_heads,
+        seq_len,
+        n_kv_heads=m.n_kv_heads,
+        d_ff=m.d_ff,
+        rope_theta=10000.0 if m.rope_theta is None else m.rope_theta,
+        norm_eps=m.norm_eps,
+        init_std=m.init_std,
+    )
+
+
+def program(sections: Sections, microbatches: int, source: str) -> Program:
+    """The network under the transforms that the sections ask for."""
+    from functional_par.program import compose
+    from functional_par.transforms import dp_reduce, shard_tp, stage_pp, tie
+
+    p = sections.parallelism
+    for axis, what in (("cp", "context"), ("ep", "expert")):
+        if getattr(p, axis) > 1:
+            raise ConfigError(
+                f"{source}: parallelism.{axis}={getattr(p, axis)}: {what} parallelism is not available yet. "
+                "Set it to 1."
+            )
+    transforms = [
+        shard_tp(mode=p.tp_mode or "ALL_REDUCE", async_comm=bool(p.tp_linear_async_communication)),
+        stage_pp(schedule=p.pp_engine or "1f1b", microbatches=microbatches, split=p.stage_layers),
+        dp_reduce(),
+    ]
+    if sections.model.tie:
+        transforms.insert(0, tie(*TIED))
+    return compose(*transforms)(model(sections, source))
+
+
+def optimizer(sections: Sections, source: str) -> Optimizer:
+    """AdamW or SGD with the learning rate as a function of the step."""
+    from functional_par import optim
+
+    o = sections.optimizer
+    rate = _schedule(sections, source)
+    if o.optimizer_factory.name == "sgd":
+        return optim.sgd(rate, momentum=o.optimizer_factory.momentum or 0.0, weight_decay=o.weight_decay)
+    patterns = [re.compile(pattern) for pattern in o.weight_decay_exclude_named_params or ()]
+    return optim.adamw(
+        rate,
+        **_adam(o.optimizer_factory),
+        weight_decay=o.weight_decay,
+        decay=lambda path: not any(pattern.match(path) for pattern in patterns),
+    )
+
+
+def _adam(factory: OptimizerFactory) -> dict:
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    betas = (given(factory.adam_beta1, 0.9), given(factory.adam_beta2, 0.95))
+    return {"betas": betas, "eps": given(factory.adam_eps, 1e-8)}
+
+
+def _schedule(sections: Sections, source: str) -> Schedule:
+    from functional_par import optim
+
+    s = sections.optimizer.learning_rate_scheduler
+    # A run that is cut short (--steps) may end before the decay, or even the warm-up, does.
+    remain = max(0, sections.tokens.train_steps - s.lr_warmup_steps - (s.lr_decay_starting_step or 0))
+    try:
+        return optim.schedule(
+            s.learning_rate,
+            s.lr_warmup_steps,
+            s.lr_warmup_style or "linear",  # type: ignore[arg-type]
+            s.lr_decay_style or "linear",  # type: ignore[arg-type]
+            s.lr_decay_starting_step,
+            remain if s.lr_decay_steps is None else s.lr_decay_steps,
+            s.min_decay_lr,
+        )
+    except ValueError as error:
+        raise ConfigError(f"{source}: optimizer.learning_rate_scheduler: {error}") from None
+
+
+def corpus(sections: Sections, source: str) -> Corpus:
+    """The text or tokens to read, all of whose ids the model has."""
+    from functional_par import data
+
+    d, vocab = sections.data, sections.model.vocab
+    if d.tokens is not None:
+        return data.load_tokens(d.tokens, vocab)
+    found = data.stdlib_text() if d.text is None else data.load_text(d.text)
+    if found.vocab > vocab:
+        raise ConfigError(
+            f"{source}: model.vocab is {vocab}, but the text has ids up to {found.vocab - 1} (bytes). "
+            f"Set model.vocab: {found.vocab}."
+        )
+    return found

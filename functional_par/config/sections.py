@@ -1,0 +1,210 @@
+"""The sections of a configuration as frozen dataclasses: every key, its default, its range, and what it does here.
+
+``parallelism``, ``tokens`` and ``optimizer`` use nanotron's names, so that those sections of its files load unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from functional_par.config.schema import key
+
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
+DTYPES = ("float32", "float64", "bfloat16")
+LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class General:
+    """Attributes:
+    seed: initial values (and the order of the data, unless ``data.seed`` is given) are functions of it.
+    """
+
+    seed: int = key(0, low=0, high=LARGEST_SEED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How ranks are laid out.
+
+    Attributes:
+        dp, pp, tp, cp, ep: sizes of the mesh axes.
+        pp_engine: the pipeline schedule. Engines differ in memory and time, never in results.
+        tp_mode: how activations lie between tensor-parallel layers.
+        tp_linear_async_communication: overlap tensor-parallel communication with computation.
+        tp_recompute_allgather: accepted; the gathered input of a layer is never stored here, as with ``true``.
+        recompute_layer: recompute layers in the backward pass to save memory.
+        stage_layers: layers on each stage, in order, embedding and head included; null cuts by cost.
+    """
+
+    dp: int = key(1, low=1)
+    pp: int = key(1, low=1)
+    tp: int = key(1, low=1)
+    cp: int = key(1, low=1, aliases=("context_parallel_size",))
+    ep: int = key(1, low=1, aliases=("expert_parallel_size",))
+    pp_engine: str | None = key("1f1b", choices=("1f1b", "afab"))
+    tp_mode: str | None = key("ALL_REDUCE", choices=("ALL_REDUCE", "REDUCE_SCATTER"))
+    tp_linear_async_communication: bool | None = key(False)
+    tp_recompute_allgather: bool = key(True)
+    recompute_layer: bool = key(False, available=(False,), why="layers cannot be recomputed")
+    stage_layers: tuple[int, ...] | None = key(None, low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """How much is read a step. See ``config.batch`` for the sizes that may be left out.
+
+    Attributes:
+        sequence_length: tokens a sequence.
+        train_steps: optimizer steps.
+        micro_batch_size: sequences a microbatch, on each data-parallel replica.
+        batch_accumulation_per_replica: microbatches a step, on each replica.
+        global_batch_size: sequences a step over all replicas, whatever the layout.
+        microbatches: the same quantity as batch_accumulation_per_replica.
+        val_check_interval: steps between validations; -1 is never.
+        limit_val_batches, limit_test_batches: accepted; without validation they limit nothing.
+    """
+
+    sequence_length: int = key(low=1)
+    train_steps: int = key(low=1)
+    micro_batch_size: int | None = key(None, low=1)
+    batch_accumulation_per_replica: int | None = key(None, low=1)
+    global_batch_size: int | None = key(None, low=1)
+    microbatches: int | None = key(None, low=1)
+    val_check_interval: int | None = key(-1, available=(-1,), why="there is no validation loop")
+    limit_val_batches: int | None = key(0, low=0)
+    limit_test_batches: int | None = key(0, low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """The learning rate as a function of the step: warm-up, constant, decay, constant.
+
+    Attributes:
+        learning_rate: the peak.
+        lr_warmup_steps, lr_warmup_style: steps of warm-up from zero; ``constant`` starts at the peak.
+        lr_decay_starting_step: first step of the decay; null is the end of the warm-up.
+        lr_decay_steps: steps of decay; null is all that remain.
+        lr_decay_style: shape of the decay; null is linear.
+        min_decay_lr: where the decay ends; null is the peak, that is no decay.
+    """
+
+    learning_rate: float = key(3e-4, above=0)
+    lr_warmup_steps: int = key(0, low=0)
+    lr_warmup_style: str | None = key("linear", choices=("linear", "constant"))
+    lr_decay_style: str | None = key("linear", choices=("linear", "cosine", "1-sqrt"))
+    lr_decay_steps: int | None = key(None, low=0)
+    lr_decay_starting_step: int | None = key(None, low=0)
+    min_decay_lr: float | None = key(None, low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFactory:
+    """Attributes:
+    name: ``adamW`` (decoupled weight decay) or ``sgd``.
+    adam_beta1, adam_beta2, adam_eps: for adamW; null is 0.9, 0.95 and 1e-8.
+    torch_adam_is_fused: accepted; results do not depend on it.
+    momentum: for sgd; null is 0.
+    """
+
+    name: str = key("adamW", choices=("adamW", "sgd"))
+    adam_beta1: float | None = key(None, low=0, below=1)
+    adam_beta2: float | None = key(None, low=0, below=1)
+    adam_eps: float | None = key(None, above=0)
+    torch_adam_is_fused: bool | None = key(None)
+    momentum: float | None = key(None, low=0, below=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Attributes:
+    optimizer_factory, learning_rate_scheduler: sections of their own.
+    weight_decay: applied to every leaf that is not excluded.
+    weight_decay_exclude_named_params: regular expressions; a leaf whose path one matches from its start on does not
+        decay. adamW only.
+    clip_grad: largest global gradient norm; null does not clip.
+    accumulate_grad_in_fp32: accepted; gradients are always accumulated in float32 or better.
+    zero_stage: what the data-parallel ranks share out.
+    """
+
+    optimizer_factory: OptimizerFactory = field(default_factory=OptimizerFactory)
+    learning_rate_scheduler: LearningRate = field(default_factory=LearningRate)
+    weight_decay: float = key(0.0, low=0)
+    weight_decay_exclude_named_params: tuple[str, ...] | None = key(None)
+    clip_grad: float | None = key(None, above=0)
+    accumulate_grad_in_fp32: bool = key(True)
+    zero_stage: int = key(0, choices=(0, 1, 2, 3), available=(0,), why="ZeRO does not partition optimizer states")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The network.
+
+    Attributes:
+        name: ``gpt`` (learned positions, LayerNorm, GELU) or ``llama`` (rotary positions, RMSNorm, SwiGLU).
+        vocab, d_model, n_layers, n_heads: sizes.
+        d_ff: width of the MLP; null leaves it to the model.
+        n_kv_heads: key/value heads, llama only; null is n_heads.
+        bias: biases of linear layers, gpt only; null is true.
+        rope_theta: base of the rotary angles, llama only; null is 10000.
+        norm_eps: added under the root in norms.
+        init_std: standard deviation of initial weights.
+        tie: the head and the embedding are one leaf.
+        dtype: of parameters and activations. ``float64`` is for proofs.
+    """
+
+    name: str = key("gpt", choices=("gpt", "llama"))
+    vocab: int = key(256, low=1)
+    d_model: int = key(low=1)
+    n_layers: int = key(low=1)
+    n_heads: int = key(low=1)
+    d_ff: int | None = key(None, low=1)
+    n_kv_heads: int | None = key(None, low=1)
+    bias: bool | None = key(None)
+    rope_theta: float | None = key(None, above=0)
+    norm_eps: float = key(1e-5, above=0)
+    init_std: float = key(0.02, above=0)
+    tie: bool = key(False)
+    dtype: str = key("float32", choices=DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What is read; the standard library's sources when neither file is given.
+
+    Attributes:
+        text: a file that is read as bytes (vocabulary 256).
+        tokens: a file of token ids.
+        seed: of the order of samples; null is ``general.seed``.
+    """
+
+    text: str | None = key(None)
+    tokens: str | None = key(None)
+    seed: int | None = key(None, low=0, high=LARGEST_SEED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging:
+    """Attributes:
+    iteration_step_info_interval: steps between two lines when the output is not a terminal.
+    log_level, log_level_replica: accepted; nothing is logged besides the progress.
+    metrics_file: one JSON object a step is appended to it.
+    """
+
+    iteration_step_info_interval: int | None = key(1, low=1)
+    log_level: str | None = key(None, choices=LOG_LEVELS)
+    log_level_replica: str | None = key(None, choices=LOG_LEVELS)
+    metrics_file: str | None = key(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sections:
+    """The whole file."""
+
+    general: General = field(default_factory=General)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    tokens: Tokens
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    model: Model
+    data: Data = field(default_factory=Data)
+    logging: Logging = field(default_factory=Logging)
