@@ -105,14 +105,22 @@ class Record:
     calls: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     nbytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     phase: str = ""
-    last: str = "nothing yet"
+    _last: tuple[str, str, torch.dtype, torch.Size] | None = None
+
+    @property
+    def last(self) -> str:
+        """The last call, for people."""
+        if self._last is None:
+            return "nothing yet"
+        label, kind, dtype, shape = self._last
+        return f"{kind} over {label} of {str(dtype).removeprefix('torch.')}{list(shape)}"
 
     def add(self, label: str, kind: str, x: Tensor) -> None:
         """Count one call that carries ``x``."""
         key = (self.phase, label, kind)
         self.calls[key] += 1
         self.nbytes[key] += x.nbytes
-        self.last = f"{kind} over {label} of {str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        self._last = label, kind, x.dtype, x.shape
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:

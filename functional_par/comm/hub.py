@@ -6,10 +6,11 @@ The hub knows no tensors: only gates, who waits at which, who has finished and w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from functional_par.comm.base import Record
+from functional_par.comm.checks import named
 from functional_par.errors import DeadlockError, RankFailedError
 
 
@@ -31,12 +32,21 @@ class Failure:
 class Gate:
     """Opens once, for all. ``missing`` holds the ranks that have yet to do their part."""
 
-    __slots__ = ("is_open", "missing", "opened")
+    __slots__ = ("is_open", "missing", "waiting")
 
     def __init__(self, missing: Iterable[int] = ()) -> None:
         self.missing = set(missing)
         self.is_open = False
-        self.opened = threading.Event()
+        self.waiting: list[int] = []
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """A rank that sleeps until its bell is released."""
+
+    gate: Gate
+    what: str
+    bell: threading.Lock
 
 
 class Hub:
@@ -52,7 +62,7 @@ class Hub:
         self.records = [Record() for _ in range(size)]
         self._timeout = timeout
         self._finished: set[int] = set()
-        self._waiting: dict[int, tuple[Gate, Callable[[], str]]] = {}
+        self._waiting: dict[int, _Wait] = {}
         self._failure: Failure | None = None
         self._over = threading.Event()
 
@@ -70,23 +80,28 @@ class Hub:
         """Let everyone through. Called by the one who completes what the gate stands for."""
         with self.lock:
             gate.is_open = True
-            for rank in [rank for rank, (at, _) in self._waiting.items() if at is gate]:
-                del self._waiting[rank]
-        gate.opened.set()
+            for rank in gate.waiting:
+                if (wait := self._waiting.pop(rank, None)) is not None:
+                    wait.bell.release()
 
-    def wait(self, rank: int, gate: Gate, what: Callable[[], str]) -> None:
-        """Return once the gate is open.
+    def wait(self, rank: int, gate: Gate, what: str) -> None:
+        """Return once the gate is open; ``what`` says for people what is waited for.
 
         Raises:
             DeadlockError: if it can never open, or did not within the timeout.
             RankFailedError: if another rank has failed.
         """
         if not gate.is_open:
+            bell = threading.Lock()
+            bell.acquire()
             with self.lock:
-                if not gate.is_open and self._failure is None:
-                    self._waiting[rank] = gate, what
+                if gate.is_open or self._failure is not None:
+                    bell.release()
+                else:
+                    gate.waiting.append(rank)
+                    self._waiting[rank] = _Wait(gate, what, bell)
                     self._detect(rank)
-            if not gate.opened.wait(self._timeout):
+            if not bell.acquire(timeout=self._timeout):
                 with self.lock:
                     self._deadlock(rank, f"after {self._timeout:g} s without progress")
         self.check(rank)
@@ -102,6 +117,9 @@ class Hub:
     def fail(self, rank: int | None, error: BaseException) -> None:
         """Stop every rank because of ``error``; only the first failure counts."""
         with self.lock:
+            if isinstance(error, DeadlockError) and self._failure is not None and not self._failure.error.__traceback__:
+                # A deadlock is noticed by whoever moved last; a rank that was stuck in it shows where.
+                self._failure = Failure(rank, error)
             self._fail(rank, error)
 
     def wait_until_over(self) -> None:
@@ -111,12 +129,13 @@ class Hub:
     def _fail(self, rank: int | None, error: BaseException) -> None:
         if self._failure is None:
             self._failure = Failure(rank, error)
-            for gate, _ in self._waiting.values():
-                gate.opened.set()
+            for wait in self._waiting.values():
+                wait.bell.release()
+            self._waiting.clear()
             self._over.set()
 
     def _detect(self, rank: int) -> None:
-        stuck = any(gate.missing & self._finished for gate, _ in self._waiting.values())
+        stuck = any(wait.gate.missing & self._finished for wait in self._waiting.values())
         if self._waiting and (stuck or len(self._waiting) + len(self._finished) == len(self.records)):
             self._deadlock(rank, "and cannot go on")
 
@@ -130,11 +149,5 @@ class Hub:
             return f"has finished; {last}"
         if rank not in self._waiting:
             return f"is computing; {last}"
-        gate, what = self._waiting[rank]
-        return f"waits for {named(gate.missing)} in {what()}; {last}"
-
-
-def named(ranks: Iterable[int]) -> str:
-    """``rank 1`` or ``ranks 1, 2``."""
-    found: Sequence[int] = sorted(ranks)
-    return ("rank " if len(found) == 1 else "ranks ") + ", ".join(map(str, found))
+        wait = self._waiting[rank]
+        return f"waits for {named(wait.gate.missing)} in {wait.what}; {last}"
