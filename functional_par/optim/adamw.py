@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from functional_par.errors import ConfigError
 from functional_par.optim import base
 from functional_par.optim.base import Flat, Lr, Optimizer, Slots
 
@@ -44,6 +45,8 @@ def adamw(
     >>> params["w"]
     tensor([0.9000, 1.1000])
     """
+    if len(betas) != 2:
+        raise ConfigError(f"adamw(betas) = {betas!r}: two numbers are needed.")
     beta1, beta2 = (base.fraction(f"adamw(betas)[{i}]", beta) for i, beta in enumerate(betas))
     eps, weight_decay = base.non_negative("adamw(eps)", eps), base.non_negative("adamw(weight_decay)", weight_decay)
     rate = base.as_schedule(lr, "adamw")

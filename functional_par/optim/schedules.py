@@ -53,7 +53,9 @@ class Schedule:
         if step < self.decay_start or not self.decay_steps:
             return self.peak
         part = min(1.0, (step - self.decay_start) / self.decay_steps)
-        return self.min_lr + (self.peak - self.min_lr) * _remaining(self.decay_style, part)
+        remaining = _remaining(self.decay_style, part)
+        rate = self.peak * remaining + self.min_lr * (1 - remaining)
+        return min(self.peak, max(self.min_lr, rate))  # rounding must not leave the interval
 
 
 def schedule(
