@@ -29,8 +29,10 @@ def check(sections: Sections, source: str) -> None:
     _check_optimizer(sections, source)
     if sections.data.text is not None and sections.data.tokens is not None:
         raise ConfigError(f"{source}: data.text and data.tokens are both given; there is one corpus. Keep one.")
+    if sections.data.token_dtype is not None and sections.data.tokens is None:
+        raise ConfigError(f"{source}: data.token_dtype is given without data.tokens. Leave it out.")
     stages, pp = sections.parallelism.stage_layers, sections.parallelism.pp
-    if stages is not None and len(stages) != pp:
+    if stages is not None and pp > 1 and len(stages) != pp:
         raise ConfigError(f"{source}: parallelism.stage_layers has {len(stages)} stages, but pp={pp}. Make them equal.")
 
 
@@ -107,12 +109,8 @@ def program(sections: Sections, microbatches: int, source: str) -> Program:
     from functional_par.transforms import dp_reduce, shard_tp, stage_pp, tie
 
     p = sections.parallelism
-    for axis, what in (("cp", "context"), ("ep", "expert")):
-        if getattr(p, axis) > 1:
-            raise ConfigError(
-                f"{source}: parallelism.{axis}={getattr(p, axis)}: {what} parallelism is not available yet. "
-                "Set it to 1."
-            )
+    if p.cp > 1:
+        raise ConfigError(f"{source}: parallelism.cp={p.cp}: context parallelism is not available yet. Set it to 1.")
     transforms = [
         shard_tp(mode=p.tp_mode or "ALL_REDUCE", async_comm=bool(p.tp_linear_async_communication)),
         stage_pp(schedule=p.pp_engine or "1f1b", microbatches=microbatches, split=p.stage_layers),
@@ -174,7 +172,12 @@ def corpus(sections: Sections, source: str) -> Corpus:
 
     d, vocab = sections.data, sections.model.vocab
     if d.tokens is not None:
-        return data.load_tokens(d.tokens, vocab)
+        if d.token_dtype is None and not d.tokens.endswith(".npy"):
+            raise ConfigError(
+                f"{source}: data.tokens: {d.tokens} holds raw ids: give data.token_dtype (--token-dtype), "
+                "uint16 or uint32."
+            )
+        return data.load_tokens(d.tokens, vocab, d.token_dtype)
     found = data.stdlib_text() if d.text is None else data.load_text(d.text)
     if found.vocab > vocab:
         raise ConfigError(

@@ -28,13 +28,13 @@ class Parallelism:
     """How ranks are laid out.
 
     Attributes:
-        dp, pp, tp, cp, ep: sizes of the mesh axes.
+        dp, pp, tp, cp, ep: sizes of the mesh axes. The batch is split over ep as over dp.
         pp_engine: the pipeline schedule. Engines differ in memory and time, never in results.
         tp_mode: how activations lie between tensor-parallel layers.
         tp_linear_async_communication: overlap tensor-parallel communication with computation.
         tp_recompute_allgather: accepted; the gathered input of a layer is never stored here, as with ``true``.
         recompute_layer: recompute layers in the backward pass to save memory.
-        stage_layers: layers on each stage, in order, embedding and head included; null cuts by cost.
+        stage_layers: layers on each stage, in order, embedding and head included; null cuts by cost. Used when pp > 1.
     """
 
     dp: int = key(1, low=1)
@@ -47,7 +47,7 @@ class Parallelism:
     tp_linear_async_communication: bool | None = key(False)
     tp_recompute_allgather: bool = key(True)
     recompute_layer: bool = key(False, available=(False,), why="layers cannot be recomputed")
-    stage_layers: tuple[int, ...] | None = key(None, low=0)
+    stage_layers: tuple[int, ...] | None = key(None, low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,12 +174,14 @@ class Data:
 
     Attributes:
         text: a file that is read as bytes (vocabulary 256).
-        tokens: a file of token ids.
+        tokens: a file of token ids: ``.npy``, or raw numbers of ``token_dtype``.
+        token_dtype: of raw token ids, little-endian.
         seed: of the order of samples; null is ``general.seed``.
     """
 
     text: str | None = key(None)
     tokens: str | None = key(None)
+    token_dtype: str | None = key(None, choices=("uint16", "uint32"))
     seed: int | None = key(None, low=0, high=LARGEST_SEED)
 
 

@@ -96,12 +96,15 @@ def test_keys_that_do_not_go_together_are_refused_at_once(path, overrides, messa
         Config.load(path, overrides)
 
 
-@pytest.mark.parametrize("axis", ["cp", "ep"])
-def test_an_axis_that_is_not_available_is_refused_when_a_program_is_made(path, axis):
-    config = Config.load(path, {f"parallelism.{axis}": 2})
-    assert config.mesh().sizes[axis] == 2
-    with pytest.raises(ConfigError, match=rf"parallelism\.{axis}=2: .* not available yet"):
+def test_context_parallelism_is_refused_when_a_program_is_made(path):
+    config = Config.load(path, {"parallelism.cp": 2})
+    assert config.mesh().cp == 2
+    with pytest.raises(ConfigError, match=r"parallelism\.cp=2: context parallelism is not available yet"):
         config.program()
+
+
+def test_the_batch_is_split_over_ep_as_over_dp(path):
+    assert Config.load(path, {"parallelism.ep": 2}).batch.replicas == 4
 
 
 def test_replacing_a_section_checks_again(path):

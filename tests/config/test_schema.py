@@ -87,9 +87,9 @@ def test_a_missing_key_is_named(path):
         (
             "parallelism.stage_layers",
             [1, "2"],
-            r"got \[1, '2'\] \(a list\); expected a list, each an integer of at least 0",
+            r"got \[1, '2'\] \(a list\); expected a list, each an integer of at least 1",
         ),
-        ("parallelism.stage_layers", [-1], "expected a list, each an integer of at least 0, or null"),
+        ("parallelism.stage_layers", [0], "expected a list, each an integer of at least 1, or null"),
         ("parallelism.stage_layers", 3, "got 3; expected a list"),
         ("tokens.sequence_length", 0, "expected an integer of at least 1"),
         ("tokens.train_steps", -1, "expected an integer of at least 1"),

@@ -1,0 +1,8 @@
+"""What people see of a run: the header, the progress, the metrics file, and how it ends."""
+
+from functional_par.report.exits import exit_code
+from functional_par.report.header import header
+from functional_par.report.launch import prepare, say
+from functional_par.report.progress import progress
+
+__all__ = ["exit_code", "header", "prepare", "progress", "say"]

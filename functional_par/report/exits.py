@@ -1,0 +1,67 @@
+"""How a script ends: what the user can mend is one message and exit code 2, Ctrl-C is 130, a defect a traceback and 1.
+
+Of many processes with one complaint, one speaks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from functional_par.errors import CommError, ParallelError, RankFailedError, StateError
+
+MENDABLE, INTERRUPTED, DEFECT = 2, 130, 1
+PATIENCE = 5.0
+"""Seconds that other processes leave to the first to say what is wrong; torchrun ends them as soon as it has."""
+
+
+def is_first_process() -> bool:
+    """True in the process that speaks for all: rank 0 of torchrun's, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def exit_code(main: Callable[[], Any]) -> int:
+    """Run ``main`` and turn how it ends into an exit code, with the message that goes with it on stderr."""
+    try:
+        main()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return _leave(INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has enough; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DEFECT
+    except RankFailedError as error:
+        _say(str(error))
+        return _leave(DEFECT)
+    except (CommError, StateError):
+        traceback.print_exc()
+        return _leave(DEFECT)
+    except ParallelError as error:
+        _say(f"error: {error}")
+        return _leave(MENDABLE)
+    except Exception:
+        traceback.print_exc()
+        return _leave(DEFECT)
+    return 0
+
+
+def _say(message: str) -> None:
+    if not is_first_process():
+        time.sleep(PATIENCE)
+        message = f"rank {os.environ['RANK']}: {message}"
+    print(message, file=sys.stderr, flush=True)
+
+
+def _leave(code: int) -> int:
+    """The exit code; a process among many leaves at once, since its communication threads may keep it for minutes."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

@@ -1,0 +1,76 @@
+"""The header of a run: what runs where, in a few lines. A function of the configuration, the plan and the corpus."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from functional_par.config import Config
+from functional_par.plan import Plan
+
+if TYPE_CHECKING:
+    from functional_par.data import Corpus
+
+
+def header(config: Config, plan: Plan, corpus: Corpus | None = None, backend: str | None = None) -> str:
+    """What runs where: network, ranks, tensor and pipeline parallelism, batch, corpus, optimizer, and notes."""
+    rows = [
+        ("model", _model(config, plan)),
+        ("ranks", f"{plan.mesh} = {plan.mesh.size}" + (f", {backend}" if backend else "")),
+        ("tensor", _tensor(plan)),
+        *_stages(plan),
+        ("batch", _batch(config)),
+        ("optimizer", _optimizer(config)),
+    ]
+    if corpus is not None:
+        entropy = corpus.unigram_entropy()
+        rows.append(("corpus", f"{corpus.name}: {len(corpus):,} tokens, unigram entropy {entropy:.3f} nats"))
+    rows += [("note", note) for note in config.notes]
+    return "\n".join(f"{name:<10} {text}" for name, text in rows)
+
+
+def parameters(plan: Plan) -> int:
+    """Number of parameters, each tied leaf once."""
+    return sum(math.prod(spec.shape) for spec in plan.specs.values())
+
+
+def _model(config: Config, plan: Plan) -> str:
+    m = config.sections.model
+    tied = ", ".join(f"{name} = {leaf}" for name, leaf in plan.aliases.items() if name != leaf)
+    return f"{m.name}, {parameters(plan):,} parameters, {m.dtype}" + (f", tied: {tied}" if tied else "")
+
+
+def _tensor(plan: Plan) -> str:
+    how = ", async" if plan.async_comm else ""
+    return f"tp={plan.mesh.tp}" + (f", {plan.mode.value}{how}" if plan.mesh.tp > 1 else "")
+
+
+def _stages(plan: Plan) -> Iterator[tuple[str, str]]:
+    for stage, layers in enumerate(plan.stages):
+        count = sum(math.prod(plan.specs[path].shape) for path in plan.stage_leaves(stage))
+        names = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
+        text = f"{names} ({_count(len(layers), 'layer')}, {count:,} parameters)"
+        yield f"stage {stage}", text + (f", {plan.schedule}" if stage == 0 and len(plan.stages) > 1 else "")
+
+
+def _batch(config: Config) -> str:
+    b, seq = config.batch, config.seq_len
+    cut = f"{_count(b.replicas, 'replica')} * {_count(b.microbatches, 'microbatch')} * {b.micro_size}"
+    return f"{_count(b.size, 'sequence')} of {seq} = {b.size * seq:,} tokens a step ({cut}), {config.steps} steps"
+
+
+def _optimizer(config: Config) -> str:
+    o = config.sections.optimizer
+    s = o.learning_rate_scheduler
+    text = f"{o.optimizer_factory.name}, learning rate {s.learning_rate:g}"
+    if s.lr_warmup_steps:
+        text += f", {s.lr_warmup_steps} steps of warm-up"
+    if s.min_decay_lr is not None:
+        text += f", {s.lr_decay_style or 'linear'} to {s.min_decay_lr:g}"
+    return text + f", clip {o.clip_grad or 'off'}, seed {config.seed}"
+
+
+def _count(number: int, what: str) -> str:
+    plural = what + ("es" if what.endswith("ch") else "s")
+    return f"{number:,} {what if number == 1 else plural}"

@@ -1,0 +1,64 @@
+"""What happens before any rank exists: check everything that can be known without running, then show the header."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+from functional_par.config.flags import Options
+from functional_par.errors import MeshError
+from functional_par.mesh import Mesh
+from functional_par.report.header import header
+from functional_par.report.metrics_file import check_writable
+
+if TYPE_CHECKING:
+    from functional_par.data import Corpus
+    from functional_par.program import Program
+
+
+def prepare(options: Options, mesh: Mesh, program: Program, corpus: Corpus) -> None:
+    """Check mesh, plan, corpus and files together; then the first process prints the header.
+
+    Raises:
+        ParallelError: whatever the user can mend; nothing has been printed, written or started.
+    """
+    from functional_par import data
+
+    config = options.config
+    check_world(mesh)
+    plan = program.plan(mesh)
+    data.batches(corpus, batch_size=config.global_batch_size, seq_len=config.seq_len, steps=config.steps)
+    check_writable(config.sections.logging.metrics_file)
+    say(header(config, plan, corpus, options.backend or default_backend()))
+    if options.explain:
+        say(str(program.explain(mesh)))
+
+
+def check_world(mesh: Mesh) -> None:
+    """Raise MeshError unless torchrun, if it is there, started as many processes as the mesh has ranks."""
+    if not launched():
+        return
+    ranks = os.environ["WORLD_SIZE"]
+    if not ranks.isdigit():
+        raise MeshError(f"WORLD_SIZE={ranks!r} in the environment: the number of processes is needed.")
+    mesh.check_world(int(ranks))
+
+
+def launched() -> bool:
+    """Whether torchrun, or something like it, started this process as one rank of many."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def default_backend() -> str:
+    """Where ``fp.run`` puts ranks when it is not told."""
+    if not launched():
+        return "threads"
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def say(text: str) -> None:
+    """Print once, not once a process."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
