@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_par.comm import collectives
 from functional_par.comm.base import AllReduce, Group
-from functional_par.errors import ModelError, ParallelError
+from functional_par.errors import ModelError
 from functional_par.nn.embedding import check_range, check_vocab
 from functional_par.nn.norm import wide_dtype
 from functional_par.par import Par
@@ -28,7 +29,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, par: Par, *, vocab: int, ignor
         [batch, seq] in float32, or float64 for float64 logits.
 
     Forward makes two small all-reduces (a maximum and a sum), backward none. The fast kernel keeps one tensor of the
-    size of the logits, and refuses second derivatives.
+    size of the logits.
 
     Raises:
         DataError: for a label out of range, on CPU. On other devices its loss is not a number.
@@ -88,7 +89,8 @@ def _fast(logits: Tensor, labels: Tensor, par: Par, vocab: int, ignore_index: in
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Returns the loss and what backward needs: exponentials, their scale, and the local target column or -1."""
+    """Returns the loss and what backward needs: exponentials, their scale (of which the product is the softmax), and
+    the local target column or -1. These are outputs like any other, so that derivatives of every order are right."""
 
     @staticmethod
     def forward(logits: Tensor, labels: Tensor, split: _Split) -> tuple[Tensor, ...]:
@@ -110,22 +112,35 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _, *saved = output
-        ctx.mark_non_differentiable(*saved)
-        ctx.dtype = inputs[0].dtype
-        ctx.save_for_backward(*saved)
+        _, exps, scale, hit = output
+        ctx.mark_non_differentiable(hit)
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.group = inputs[0].dtype, inputs[2].group
+        ctx.save_for_backward(exps, scale, hit)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor, *_: Any) -> Any:
+    def backward(ctx: Any, ct: Tensor | None, ct_exps: Tensor | None, ct_scale: Tensor | None, _: None) -> Any:
         exps, scale, hit = ctx.saved_tensors
-        with torch.no_grad():
-            grad = exps * (scale * cotangent).unsqueeze(-1)
-            mine = hit >= 0
-            drop = torch.where(mine, -cotangent, 0).unsqueeze(-1)
-            grad = grad.scatter_add_(-1, torch.where(mine, hit, 0).unsqueeze(-1), drop).to(ctx.dtype)
-        if torch.is_grad_enabled():
-            grad = _Refuse.apply(grad, cotangent, exps)
-        return grad, None, None
+        ct = torch.zeros_like(scale) if ct is None else _vary(ct, ctx.group)
+        slope = scale * ct
+        # The other cotangents arrive when a backward is differentiated, and only then.
+        if ct_scale is not None:
+            slope = slope - scale * _vary(_sum(ct_scale * scale, ctx.group), ctx.group)
+        slope = slope.unsqueeze(-1)
+        grad = exps * (slope if ct_exps is None else slope + ct_exps)
+        mine = hit >= 0
+        drop = torch.where(mine, -ct, 0).unsqueeze(-1)
+        grad = grad.scatter_add_(-1, torch.where(mine, hit, 0).unsqueeze(-1), drop)
+        return grad.to(ctx.dtype), None, None
+
+
+def _vary(x: Tensor, group: Group) -> Tensor:
+    """``x``, about to meet what varies; nothing where no graph of the backward is recorded."""
+    return collectives.pvary(x, group) if torch.is_grad_enabled() and group.size > 1 else x
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    return collectives.psum(x, group) if group.size > 1 else x
 
 
 def _local_exps(logits: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -150,20 +165,3 @@ def _local_exps(logits: Tensor, valid: int) -> tuple[Tensor, Tensor, Tensor]:
 
 _BLOCK = 1 << 16
 """Elements of logits in one block."""
-
-
-class _Refuse(torch.autograd.Function):
-    """The identity, whose derivative is an error: a constant here would be silently wrong."""
-
-    @staticmethod
-    def forward(grad: Tensor, *_: Tensor) -> Tensor:
-        return grad.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: ...
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        raise ParallelError(
-            "the fast kernel of cross_entropy has no second derivative. Run the definition instead: RunPar(fast=False)."
-        )

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from functional_par.errors import ModelError
+from functional_par.nn import sequence_window
+
+from .ranks import RS, calls, compare, either_kernel, every_mode, every_tp, on_ranks, shared, stream, tensors
+
+
+@every_tp
+@every_mode
+@either_kernel
+def test_learned_positions_are_cut_as_the_stream_is(tp, mode, how):
+    (v,) = tensors((2, 12, 3))
+    compare(
+        lambda par, v: sequence_window(v, par, 1),
+        lambda v: v * 1,
+        [(v, shared(mode))],
+        [stream(mode)],
+        tp=tp,
+        mode=mode,
+        how=how,
+    )
+
+
+def test_taking_a_window_makes_no_call():
+    (v,) = tensors((12, 3))
+
+    def main(par, rank):
+        sequence_window(v, par, 0)
+        return calls(par)
+
+    assert on_ranks(3, main, RS) == [{}] * 3
+
+
+def test_an_uneven_sequence_is_an_error_with_the_numbers():
+    message = "a sequence of 12 positions cannot be split over tp=5: 12 = 2 * 5 + 2."
+    with pytest.raises(ModelError, match=re.escape(message)):
+        on_ranks(5, lambda par, rank: sequence_window(tensors((12, 3))[0], par, 0), RS)
