@@ -70,11 +70,13 @@ class Trace:
         layers: one entry a layer, the loss last.
         debts: leaf path to what its gradient owes, in mesh order.
         batch: abstract fields of a microbatch.
+        merged: the merged axes, larger than one each, along which layers communicate.
     """
 
     layers: Mapping[str, LayerTrace]
     debts: Mapping[str, tuple[Debt, ...]]
     batch: Mapping[str, Abstract] = field(default_factory=dict)
+    merged: tuple[tuple[str, ...], ...] = ()
 
 
 def trace(model: Model, setting: Setting) -> Trace:
@@ -92,7 +94,7 @@ def trace(model: Model, setting: Setting) -> Trace:
         x = layers[layer.name].output
     _check_loss(layers[LOSS], setting)
     uses = [use for entry in layers.values() for use in entry.uses]
-    return Trace(layers, {path: _debts(path, uses) for path in model.leaves}, tracer.batch)
+    return Trace(layers, {path: _debts(path, uses) for path in model.leaves}, tracer.batch, tuple(sorted(tracer.merged)))
 
 
 class _Tracer:
@@ -103,6 +105,7 @@ class _Tracer:
         data = Value(axes=setting.data, data=True)
         self.batch = {name: Abstract(shape, dtype, data) for name, (shape, dtype) in setting.batch.items()}
         self.memo: dict[Any, LayerTrace] = {}
+        self.merged: set[tuple[str, ...]] = set()
 
     def leaf(self, path: str) -> Abstract:
         shape, axes = self.setting.leaves[path]
@@ -157,6 +160,7 @@ def _run(layer: Layer, parameters: dict[str, Abstract], x: Any, tracer: _Tracer)
     chosen = layer.select({path: typing.input(leaf) for path, leaf in parameters.items()})
     par = TracePar(typing, tracer.setting, batch)
     output = _call(layer, chosen, inputs, par, typing)
+    tracer.merged |= par.merged
     return LayerTrace(pytree.tree_map(typing.abstract, output), tuple(typing.uses), typing.work)
 
 

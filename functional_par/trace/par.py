@@ -24,6 +24,7 @@ class TracePar(Par):
     def __init__(self, typing: Typing, setting: Setting, batch: Mapping[str, Tensor]) -> None:
         self.typing, self.setting = typing, setting
         self.mode, self.async_comm, self.batch = setting.mode, setting.async_comm, batch
+        self.merged: set[tuple[str, ...]] = set()
 
     def size(self, axis: str) -> int:
         return self.setting.sizes[merge_axes((axis,))[0]]
@@ -109,7 +110,11 @@ class TracePar(Par):
         return self._emit(x, x.shape, replace(value, axes=value.axes - active, closed=value.closed | active)) if active else x
 
     def _active(self, *axes: str) -> Axes:
-        return frozenset(merge_axes(axes)) & self.setting.active
+        merged = merge_axes(axes)
+        real = tuple(axis for axis in merged if self.size(axis) > 1)
+        if len(real) > 1:
+            self.merged.add(real)
+        return frozenset(merged) & self.setting.active
 
     def _varying(self, x: Tensor, name: str, axes: tuple[str, ...]) -> Axes:
         """The active axes, over all of which ``x`` must vary."""

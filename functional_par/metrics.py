@@ -1,0 +1,110 @@
+"""Loss and gradient norm of the whole world, in one collective, with every shard and every loss counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from functional_par.comm.base import AllReduce, World
+from functional_par.errors import CompositionError, ModelError
+from functional_par.mesh import AXES
+from functional_par.plan import Plan
+
+
+@dataclass(frozen=True)
+class Total:
+    """Sums over the world.
+
+    Attributes:
+        loss: sum of all loss terms.
+        count: number of terms that the loss functions returned.
+        norm: global gradient norm.
+    """
+
+    loss: float
+    count: float
+    norm: float
+
+    def check_count(self, expected: int) -> None:
+        """The loss must have as many terms as were counted before the backward."""
+        if self.count != expected:
+            raise ModelError(
+                f"the loss returned a count of {self.count:g} over the whole batch, but {expected} terms were counted "
+                "beforehand, by which gradients are scaled. Pass fp.Model(..., count=...) that counts what the loss counts "
+                "(by default: labels that are not -100)."
+            )
+
+
+class Totals:
+    """Which of this rank's leaves and losses count, worked out once.
+
+    Each leaf has a slot of its own in the vector that is summed, and slots are added up in the order of the leaves on every
+    rank: so the norm does not depend on which stage holds which leaf.
+    """
+
+    def __init__(self, plan: Plan, rank: int, norm: float) -> None:
+        coords = plan.mesh.coords(rank)
+        self.norm = norm
+        self.paths = [path for path, spec in plan.specs.items() if spec.trainable]
+        self.mine = [
+            (i, path)
+            for i, path in enumerate(self.paths)
+            if coords.pp in plan.specs[path].stages and plan.specs[path].counted_by(coords)
+        ]
+        copied = [axis for axis in AXES if axis != "pp" and axis not in plan.data_axes]
+        self.has_loss = coords.pp == len(plan.stages) - 1 and all(getattr(coords, axis) == 0 for axis in copied)
+
+    def over_world(self, world: World, losses: Sequence[tuple[Tensor, Tensor]], grads: Mapping[str, Tensor]) -> Total:
+        """Sum over all ranks. For the norm of order inf a second collective takes the maximum."""
+        parts = self._powers(world, grads)
+        head = torch.zeros(2, dtype=torch.float64, device=world.device)
+        if self.has_loss:
+            for total, count in losses:
+                head += torch.stack([total.detach().double(), count.double()])
+        if math.isinf(self.norm):
+            head, parts = _reduce(world, head, "sum"), _reduce(world, parts, "max")
+        else:
+            head, parts = _reduce(world, torch.cat([head, parts]), "sum").split([2, len(parts)])
+        loss, count = head.tolist()
+        return Total(loss, count, self._combine(parts.tolist()))
+
+    def _powers(self, world: World, grads: Mapping[str, Tensor]) -> Tensor:
+        """For each leaf this rank's part of the sum under the root; the largest entry for inf."""
+        parts = torch.zeros(len(self.paths), dtype=torch.float64, device=world.device)
+        if self.mine:
+            norms = torch.stack([torch.linalg.vector_norm(grads[path], self.norm) for _, path in self.mine]).double()
+            index = torch.tensor([i for i, _ in self.mine], device=world.device)
+            parts[index] = norms if math.isinf(self.norm) else norms**self.norm
+        return parts
+
+    def _combine(self, parts: list[float]) -> float:
+        if math.isinf(self.norm):
+            return max(parts, default=0.0)
+        return math.fsum(parts) ** (1.0 / self.norm) if all(map(math.isfinite, parts)) else math.nan
+
+
+def clip_coefficient(norm: float, clip: float | None) -> float:
+    """What gradients are multiplied with: ``min(1, clip / (norm + 1e-6))``.
+
+    >>> clip_coefficient(0.5, 1.0), clip_coefficient(0.5, None)
+    (1.0, 1.0)
+    """
+    return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+
+
+def check_norm(clip: float | None, norm: float) -> None:
+    """Raise CompositionError for a clip or an order of the norm that makes no sense."""
+    if norm not in (1.0, 2.0, math.inf):
+        raise CompositionError(f"norm={norm!r}: the order of the gradient norm is 1, 2 or inf.")
+    if clip is not None and not clip > 0:
+        raise CompositionError(f"clip={clip!r}: the largest gradient norm is a positive number, or None for no clipping.")
+
+
+def _reduce(world: World, x: Tensor, op: str) -> Tensor:
+    if world.mesh.size == 1:
+        return x
+    return world.group(*AXES).start(AllReduce(op), x, donate=True).wait()  # type: ignore[arg-type]

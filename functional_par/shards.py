@@ -1,0 +1,87 @@
+"""Between whole trees and shards: cutting, joining, and gathering over a world."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_par import tree
+from functional_par.comm.base import AllReduce, World
+from functional_par.errors import StateError
+from functional_par.mesh import AXES
+from functional_par.plan import Plan
+from functional_par.spec import Spec
+
+
+def shard(params: Mapping[str, Any], plan: Plan, rank: int) -> dict[str, Any]:
+    """The shards of one rank of a whole nested dict of parameters; uneven shards are padded with zeros.
+
+    Raises:
+        StateError: for a leaf that is missing or has another shape than its spec.
+    """
+    flat, coords = tree.flatten(params), plan.mesh.coords(rank)
+    return tree.unflatten(
+        {path: cut(plan, plan.specs[path], _whole(flat, plan.specs[path]), rank) for path in plan.stage_leaves(coords.pp)}
+    )
+
+
+def unshard(shards: Sequence[Mapping[str, Any]], plan: Plan) -> dict[str, Any]:
+    """The whole tree from the shards of all ranks, in rank order: the inverse of ``shard``. Tied names appear again."""
+    if len(shards) != plan.mesh.size:
+        raise StateError(f"unshard: {len(shards)} shards for {plan.mesh}, which has {plan.mesh.size} ranks.")
+    flats = [tree.flatten(part) for part in shards]
+    whole = {path: _join(plan, spec, [flat.get(path) for flat in flats]) for path, spec in plan.specs.items()}
+    return tree.unflatten({name: whole[plan.aliases.get(name, name)] for name in plan.source.leaves})
+
+
+def cut(plan: Plan, spec: Spec, whole: Tensor, rank: int) -> Tensor:
+    """One rank's shard of one leaf, in memory of its own."""
+    starts, sizes = spec.starts(plan.mesh, plan.mesh.coords(rank)), spec.local_shape(plan.mesh)
+    out = whole.new_zeros(sizes)
+    kept = [max(0, min(size, n - start)) for start, size, n in zip(starts, sizes, spec.shape, strict=True)]
+    window = tuple(slice(start, start + size) for start, size in zip(starts, kept, strict=True))
+    out[tuple(slice(0, size) for size in kept)] = whole[window]
+    return out
+
+
+def place(plan: Plan, spec: Spec, whole: Tensor, part: Tensor, rank: int) -> None:
+    """Write one rank's shard into the whole leaf, leaving out its padding."""
+    starts = spec.starts(plan.mesh, plan.mesh.coords(rank))
+    kept = [max(0, min(size, n - start)) for start, size, n in zip(starts, part.shape, spec.shape, strict=True)]
+    window = tuple(slice(start, start + size) for start, size in zip(starts, kept, strict=True))
+    whole[window] = part[tuple(slice(0, size) for size in kept)]
+
+
+def gather_leaf(plan: Plan, world: World, path: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """One leaf whole on every rank: a sum over the world in which each shard is written by one rank. Collective."""
+    spec = plan.specs[path]
+    whole = torch.zeros(spec.shape, dtype=dtype, device=world.device)
+    if part is not None and spec.counted_by(world.coords):
+        place(plan, spec, whole, part, world.rank)
+    if world.mesh.size == 1:
+        return whole
+    return world.group(*AXES).start(AllReduce(), whole, donate=True).wait()
+
+
+def _join(plan: Plan, spec: Spec, parts: Sequence[Tensor | None]) -> Tensor:
+    whole: Tensor | None = None
+    for rank, part in enumerate(parts):
+        if part is None or not spec.counted_by(plan.mesh.coords(rank)):
+            continue
+        if whole is None:
+            whole = part.new_zeros(spec.shape)
+        place(plan, spec, whole, part, rank)
+    if whole is None:
+        raise StateError(f"unshard: no shard holds {spec.path}, which belongs to stage {spec.stages[0]}.")
+    return whole
+
+
+def _whole(flat: Mapping[str, Tensor], spec: Spec) -> Tensor:
+    if spec.path not in flat:
+        raise StateError(f"shard: the tree has no leaf {spec.path}.")
+    if tuple(flat[spec.path].shape) != spec.shape:
+        raise StateError(f"shard: {spec.path} has shape {tuple(flat[spec.path].shape)}, but its spec is {spec} {spec.shape}.")
+    return flat[spec.path]

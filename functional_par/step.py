@@ -1,0 +1,197 @@
+"""The training step of one rank: count, run the schedule, pay the debts, norm, optimizer. In this order, see below."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_par.batch import Share, share_of
+from functional_par.comm.base import AllReduce, World
+from functional_par.errors import NonFiniteError, StateError
+from functional_par.metrics import Totals, check_norm, clip_coefficient
+from functional_par.model import init_leaf
+from functional_par.optim import Optimizer
+from functional_par.par import RunPar
+from functional_par.pipeline.execute import Executor, Neighbours
+from functional_par.pipeline.schedules import make_schedule
+from functional_par.pipeline.stage import Call, stage_calls
+from functional_par.plan import Plan
+from functional_par.reduce import Gradients, buckets, groups
+from functional_par.shards import gather_leaf
+from functional_par.state import State
+from functional_par.tree import unflatten
+from functional_par.vjp import engine as find_engine
+
+Metrics = dict[str, Any]
+
+
+class Step:
+    """``step(state, batch) -> (state, metrics)``. Made by ``program.step``; everything static is worked out here.
+
+    1. The loss terms of the whole batch are counted; the loss is scaled by the count before backward, so gradients are
+       plain sums however the batch is cut.
+    2. The schedule runs; gradients accumulate in float32 or better, in the order of the microbatches.
+    3. Debts are paid: one collective a bucket.
+    4. One sum over the world gives loss and gradient norm, the same on every rank. It also orders this step's reads of
+       shared buffers before the writes that follow.
+    5. Gradients are clipped and the optimizer moves the parameters.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        world: World,
+        optimizer: Optimizer,
+        *,
+        clip: float | None = None,
+        norm: float = 2.0,
+        donate: bool = False,
+        dtype: torch.dtype = torch.float32,
+        engine: str = "func",
+    ) -> None:
+        check_norm(clip, norm)
+        self.plan, self.world, self.optimizer = plan, world, optimizer
+        self.clip, self.norm, self.donate, self.dtype = clip, norm, donate, dtype
+        self.engine = find_engine(engine)
+        coords = world.coords
+        self.stage, self.last = coords.pp, coords.pp == len(plan.stages) - 1
+        self.leaves = plan.stage_leaves(self.stage)
+        self.buckets = buckets(plan, world.rank)
+        self.totals = Totals(plan, world.rank, norm)
+        self.actions = make_schedule(plan.schedule, len(plan.stages), plan.microbatches)[self.stage]
+        self.neighbours = Neighbours(
+            world.mesh.rank(**{**coords._asdict(), "pp": self.stage - 1}) if self.stage else None,
+            None if self.last else world.mesh.rank(**{**coords._asdict(), "pp": self.stage + 1}),
+        )
+        self._calls: dict[Any, tuple[Call, ...]] = {}
+        self.par = self._prepare()
+
+    def _prepare(self) -> RunPar:
+        """Create every group that the step will use, in one order on all ranks."""
+        plan, world = self.plan, self.world
+        merged = plan.trace().merged
+        world.prepare([*(group for axes in merged for group in world.mesh.groups(*axes)), *groups(plan)])
+        axes = [(axis,) for axis, size in world.mesh.sizes.items() if size > 1 and axis != "pp"]
+        return RunPar(
+            groups={key: world.group(*key) for key in [*axes, *merged]},
+            mode=plan.mode,
+            async_comm=plan.async_comm,
+            device=world.device,
+        )
+
+    def init(self, seed: int = 0) -> State:
+        """The initial state: this rank draws just its own shards, the same values in every layout."""
+        mesh, coords = self.plan.mesh, self.world.coords
+        params = {}
+        for path in self.leaves:
+            spec = self.plan.specs[path]
+            place = spec.starts(mesh, coords), spec.local_shape(mesh)
+            params[path] = init_leaf(seed, path, self.plan.model.leaves[path], *place, self.dtype, self.world.device)
+        trainable = {path: leaf for path, leaf in params.items() if self.plan.specs[path].trainable}
+        return State(0, seed, params, self.optimizer.init(trainable))
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
+        """One step.
+
+        Args:
+            state: from ``init`` or the step before.
+            batch: the global batch, the same on every rank: a dict of tensors with all rows in dim 0, or an object with
+                ``size`` and ``rows(start, stop)``, of which each rank reads its own rows.
+
+        Returns:
+            The new state, and ``loss`` (mean over the terms of the whole batch), ``grad_norm`` (before clipping),
+            ``tokens`` (number of loss terms) and ``lr``, the same numbers on every rank.
+
+        Raises:
+            DataError: a batch that the model or the layout cannot take.
+            NonFiniteError: loss or gradient norm is infinite or not a number; the state is left alone.
+            StateError: a consumed state, or one of another program.
+        """
+        params = self._check(state)
+        share = share_of(self.plan, self.world, batch)
+        count = self._count(share)
+        grads, losses = self._gradients(params, share, count)
+        with self.world.record.during("gradients"):
+            grads.pay(self.world)
+        reduced = grads.views(self.plan)
+        with self.world.record.during("metrics"):
+            totals = self.totals.over_world(self.world, losses, reduced)
+        totals.check_count(count)
+        metrics = {"loss": totals.loss / max(count, 1), "grad_norm": totals.norm, "tokens": count}
+        metrics["lr"] = self.optimizer.lr(state.step)
+        _check_finite(state.step, metrics)
+        for flat in grads.flat if (factor := clip_coefficient(totals.norm, self.clip)) < 1.0 else ():
+            flat.mul_(factor)
+        return self._update(state, params, reduced), metrics
+
+    def gather(self, state: State) -> dict[str, Any]:
+        """All parameters whole, on every rank, as a nested dict; tied names included. Collective: every rank calls it."""
+        flat = self._check(state)
+        whole = {path: gather_leaf(self.plan, self.world, path, flat.get(path), self.dtype) for path in self.plan.specs}
+        names = self.plan.source.leaves
+        return unflatten({name: whole[self.plan.aliases.get(name, name)] for name in names})
+
+    def _count(self, share: Share) -> int:
+        count = sum(self.plan.model.count_terms(share.microbatch(i)) for i in range(self.plan.microbatches))
+        total = torch.as_tensor(count, dtype=torch.int64, device=self.world.device).reshape(1)
+        if self.plan.replicas > 1:
+            with self.world.record.during("count"):
+                total = self.world.group(*self.plan.data_axes).start(AllReduce(), total, donate=True).wait()
+        return int(total)
+
+    def _gradients(self, params: Mapping[str, Tensor], share: Share, count: int) -> tuple[Gradients, list[Any]]:
+        calls = self._stage(share)
+        accumulate = torch.promote_types(self.dtype, torch.float32)
+        grads = Gradients(self.plan, self.buckets, accumulate, self.world.device)
+        scale = None
+        if self.last:
+            scale = torch.tensor(1.0 / max(count, 1), dtype=calls[-1].after.leaves[0].dtype, device=self.world.device)
+        executor = Executor(
+            calls,
+            self.world,
+            self.neighbours,
+            self.engine,
+            lambda i: self.par.with_batch(share.microbatch(i)),
+            params,
+            scale,
+            grads.add,
+        )
+        return grads, executor.run(self.actions)
+
+    def _stage(self, share: Share) -> tuple[Call, ...]:
+        """This stage's calls for microbatches of the share's shapes, traced once a shape."""
+        shapes = share.shapes()
+        key = tuple(sorted(shapes.items()))
+        if key not in self._calls:
+            self._calls[key] = stage_calls(self.plan, self.plan.trace(shapes, self.dtype), self.stage)
+        return self._calls[key]
+
+    def _update(self, state: State, params: dict[str, Tensor], grads: Mapping[str, Tensor]) -> State:
+        slots = state.flat_opt
+        if self.donate:
+            state.consume()
+        trainable = {path: params[path] for path in grads}
+        moved, slots = self.optimizer.update(grads, slots, trainable, state.step, inplace=self.donate)
+        return State(state.step + 1, state.seed, {**params, **moved}, slots)
+
+    def _check(self, state: State) -> dict[str, Tensor]:
+        if not isinstance(state, State):
+            raise StateError(f"step({type(state).__name__}, ...): expected the state from step.init or from the step before.")
+        flat = state.flat
+        if set(flat) != set(self.leaves):
+            wrong = ", ".join(sorted(set(flat) ^ set(self.leaves)))
+            raise StateError(f"this state belongs to another program or stage; it differs in the leaves {wrong}.")
+        return flat
+
+
+def _check_finite(step: int, metrics: Metrics) -> None:
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(metrics[name]):
+            raise NonFiniteError(
+                f"step {step}: {name} is {metrics[name]}. The state is unchanged. Lower the learning rate, clip gradients, "
+                "or look at the data of this step."
+            )
