@@ -30,6 +30,7 @@ def test_a_number_does_not_depend_on_its_neighbours(seed, index):
         whole = function(key, many)
         assert whole.tolist() == [function(key, torch.tensor(i)).item() for i in index]
         assert torch.equal(function(key, many.flip(0)), whole.flip(0))
+    assert random.bits(key, many).tolist() == [random.bits_at(key, i) for i in index]
 
 
 def test_chunks_leave_no_seam_and_shapes_are_kept():

@@ -43,9 +43,9 @@ class Batch:
         if not 0 <= start <= stop <= self.size:
             raise DataError(f"rows {start} to {stop} of the batch of step {self.step}, which has {self.size} rows.")
         first = self.step * self.size
-        sample = torch.arange(first + start, first + stop)
+        samples = range(first + start, first + stop)
         text = np.empty((stop - start, self.seq_len + 1), dtype=np.int64)
-        for row, window in enumerate(shuffled(self.seed, sample, windows(self.corpus, self.seq_len)).tolist()):
+        for row, window in enumerate(shuffled(self.seed, samples, windows(self.corpus, self.seq_len))):
             text[row] = self.corpus.tokens[window * self.seq_len : (window + 1) * self.seq_len + 1]
         whole = torch.from_numpy(text)
         return {"tokens": whole[:, :-1].contiguous(), "labels": whole[:, 1:].contiguous()}

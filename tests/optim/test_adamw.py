@@ -24,7 +24,7 @@ def same(first, second):
     return first.keys() == second.keys() and all(torch.equal(first[path], second[path]) for path in first)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(
     st.floats(1e-5, 1.0),
     st.tuples(st.floats(0.0, 0.99), st.floats(0.0, 0.999)),
