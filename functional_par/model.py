@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -111,9 +112,9 @@ class Model:
         """The layers, then the loss as one more."""
         return (*self.layers, self.loss)
 
-    @property
+    @cached_property
     def leaves(self) -> dict[str, Param]:
-        """Dotted path to abstract parameter, in the order of the tree."""
+        """Dotted path to abstract parameter, in the order of the tree. Not to be modified."""
         return tree.flatten(self.params)
 
     def count_terms(self, batch: Batch) -> Tensor:

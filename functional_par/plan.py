@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from threading import RLock
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from functional_par.model import LOSS, Layer, Model
 from functional_par.par import TensorParallelMode
 from functional_par.spec import Debt, Spec
 from functional_par.trace import Setting, Trace, trace
+
+Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and dtype of each field of a microbatch."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,12 @@ class Plan:
     async_comm: bool = False
     active: frozenset[str] = frozenset()
     data_axes: tuple[str, ...] = ()
+    _traces: dict[Any, Trace] = field(default_factory=dict, compare=False, repr=False)
+    _lock: Any = field(default_factory=RLock, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # A plan made from another by `replace` has traces of its own.
+        object.__setattr__(self, "_traces", {})
 
     @classmethod
     def start(cls, model: Model, mesh: Mesh, costs: Mapping[str, int]) -> Plan:
@@ -90,19 +100,27 @@ class Plan:
         """Paths of the leaves that a stage holds, in the order of the tree."""
         return tuple(path for path, spec in self.specs.items() if stage in spec.stages)
 
-    def trace(self, batch: Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None = None, dtype: torch.dtype = torch.float32) -> Trace:
-        """Infer types, shapes and debts for microbatches of the given shapes (by default small ones)."""
-        setting = Setting(
+    def trace(self, batch: Fields | None = None, dtype: torch.dtype = torch.float32) -> Trace:
+        """Infer types, shapes and debts for microbatches of the given shapes (by default small ones). Done once a shape,
+        also when the ranks are threads that share the plan."""
+        batch = batch or self.example()
+        key = (tuple(sorted(batch.items())), dtype)
+        with self._lock:
+            if key not in self._traces:
+                self._traces[key] = trace(self.model, self._setting(batch, dtype))
+            return self._traces[key]
+
+    def _setting(self, batch: Fields, dtype: torch.dtype) -> Setting:
+        return Setting(
             sizes=self.mesh.sizes,
             active=self.active - {"pp"},
             data=frozenset(self.data_axes),
             leaves={p: (s.local_shape(self.mesh), frozenset(s.sharded)) for p, s in self.specs.items()},
-            batch=batch or self.example(),
+            batch=batch,
             mode=self.mode,
             async_comm=self.async_comm,
             dtype=dtype,
         )
-        return trace(self.model, setting)
 
     def example(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Fields of a small microbatch that every axis divides."""

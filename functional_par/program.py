@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,7 @@ class Program:
     source: Model
     transforms: tuple[Transform, ...]
     _plans: dict[Mesh, Plan] = field(default_factory=dict, compare=False, repr=False)
+    _lock: Any = field(default_factory=RLock, compare=False, repr=False)
 
     @property
     def model(self) -> Model:
@@ -45,9 +47,10 @@ class Program:
         Raises:
             ParallelError: whatever is wrong with the composition on this mesh; see ``functional_par.errors``.
         """
-        if mesh not in self._plans:
-            self._plans[mesh] = self._make_plan(mesh)
-        return self._plans[mesh]
+        with self._lock:
+            if mesh not in self._plans:
+                self._plans[mesh] = self._make_plan(mesh)
+            return self._plans[mesh]
 
     def _make_plan(self, mesh: Mesh) -> Plan:
         one = Mesh()

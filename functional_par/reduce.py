@@ -60,7 +60,13 @@ def buckets(plan: Plan, rank: int) -> tuple[Bucket, ...]:
 
 def groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Every set of ranks that some bucket sums over, in one order for all ranks."""
-    return tuple(sorted({b.ranks for rank in range(plan.mesh.size) for b in buckets(plan, rank) if len(b.ranks) > 1}))
+    owed = {(tuple(debt.axis for debt in spec.owes), spec.stages) for spec in plan.specs.values() if spec.owes}
+    found = set()
+    for axes, stages in owed:
+        for group in plan.mesh.groups(*axes):
+            inside = stages if "pp" in axes else tuple(range(plan.mesh.pp))
+            found.add(tuple(rank for rank in group if plan.mesh.coords(rank).pp in inside))
+    return tuple(sorted(group for group in found if len(group) > 1))
 
 
 class Gradients:
