@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ import torch
 from functional_par.comm.base import World
 from functional_par.comm.threads import Switchboard, ThreadWorld
 from functional_par.errors import CommError
+from functional_par.launch import launched, run_process
 from functional_par.mesh import Mesh
 
 Backend = Literal["threads", "gloo", "nccl"]
@@ -51,11 +51,12 @@ def run(
     >>> run(lambda world: world.rank * 10, Mesh(dp=2))
     [0, 10]
     """
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if backend is None:
-        backend = ("nccl" if torch.cuda.is_available() else "gloo") if launched else "threads"
+        backend = "threads" if not launched() else "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "threads":
         return _run_threads(main, mesh, torch.device(device or "cpu"), timeout)
+    if backend in ("gloo", "nccl"):
+        return run_process(main, mesh, backend, None if device is None else torch.device(device), timeout)
     raise CommError(f"backend {backend!r}: it is one of threads, gloo, nccl.")
 
 
@@ -89,8 +90,8 @@ def _run_threads(main: Callable[[World], Any], mesh: Mesh, device: torch.device,
     finally:
         _join(threads, GRACE)
         torch.set_num_threads(before)
-    if board.hub.failure is not None:
-        raise _told(board.hub.failure.error, f"raised on rank {board.hub.failure.rank} of {mesh}")
+    if (failure := board.hub.failure) is not None:
+        raise _told(failure.error, f"raised on rank {failure.rank} of {mesh}")
     return results
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable
-from functools import cache
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
-from functional_par.comm.base import World
+from functional_par.comm.base import AllGather, AllReduce, AllToAll, Op, Permute, ReduceScatter, World
 from functional_par.errors import CommError
 from functional_par.mesh import AXES, DATA_AXES, Mesh
+
+_KINDS: Mapping[type[Op], str] = {
+    AllReduce: "all_reduce",
+    AllGather: "all_gather",
+    ReduceScatter: "reduce_scatter",
+    AllToAll: "all_to_all",
+    Permute: "permute",
+}
 
 
 def standing_sets(mesh: Mesh) -> dict[tuple[int, ...], None]:
@@ -46,15 +52,13 @@ def check_peer(world: World, peer: int, what: str) -> None:
         raise CommError(f"rank {world.rank}: {what} rank {peer}, but its peers are the other ranks of {world.mesh}.")
 
 
-@cache
-def kind(op: type) -> str:
+def kind(op: Op) -> str:
     """The name of an operation in the record.
 
-    >>> from functional_par.comm.base import AllReduce
-    >>> kind(AllReduce)
+    >>> kind(AllReduce())
     'all_reduce'
     """
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", op.__name__).lower()
+    return _KINDS[type(op)]
 
 
 def named(ranks: Iterable[int]) -> str:

@@ -116,7 +116,7 @@ class ThreadGroup(Group):
         self._world = world
 
     def start(self, op: Op, x: Tensor, *, donate: bool = False) -> Handle:
-        self._world.record.add(self.label, kind(type(op)), x)
+        self._world.record.add(self.label, kind(op), x)
         return self._world.meet(self, op, x, donate)
 
 
