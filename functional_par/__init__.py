@@ -1,4 +1,4 @@
-"""functional_par: data, tensor, pipeline, context and expert parallelism as composable functional transforms on torch."""
+"""functional_par: 5D parallelism as composable functional transforms on torch."""
 
 from functional_par import data, init, models, nn, optim
 from functional_par.comm.base import World
@@ -42,10 +42,10 @@ __all__ = [
     "Debt",
     "Input",
     "Layer",
+    "Mesh",
     "MeshError",
     "MismatchError",
     "MissingCollective",
-    "Mesh",
     "Model",
     "ModelError",
     "NonFiniteError",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import NamedTuple
@@ -130,7 +130,7 @@ class Mesh:
         return "Mesh(" + ", ".join(f"{axis}={n}" for axis, n in shown.items()) + ")"
 
 
-def _known_axes(axes) -> None:
+def _known_axes(axes: Iterable[str]) -> None:
     for axis in axes:
         if axis not in AXES:
             raise MeshError(f"unknown axis {axis!r}: the axes of a mesh are {', '.join(AXES)}.")

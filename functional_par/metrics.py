@@ -101,7 +101,9 @@ def check_norm(clip: float | None, norm: float) -> None:
     if norm not in (1.0, 2.0, math.inf):
         raise CompositionError(f"norm={norm!r}: the order of the gradient norm is 1, 2 or inf.")
     if clip is not None and not clip > 0:
-        raise CompositionError(f"clip={clip!r}: the largest gradient norm is a positive number, or None for no clipping.")
+        raise CompositionError(
+            f"clip={clip!r}: the largest gradient norm is a positive number, or None for no clipping."
+        )
 
 
 def _reduce(world: World, x: Tensor, op: str) -> Tensor:

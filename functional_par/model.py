@@ -128,7 +128,8 @@ class Model:
     def init(self, seed: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> dict[str, Any]:
         """All parameters whole, as a nested dict; the same values that every sharded layout starts from."""
         return tree.map_leaves(
-            lambda path, leaf: init_leaf(seed, path, leaf, (0,) * len(leaf.shape), leaf.shape, dtype, device), self.params
+            lambda path, leaf: init_leaf(seed, path, leaf, (0,) * len(leaf.shape), leaf.shape, dtype, device),
+            self.params,
         )
 
     def __call__(self, params: Mapping[str, Any], batch: Batch, par: Par | None = None) -> Tensor:
@@ -185,7 +186,9 @@ def _loss(params: Mapping[str, Any], loss: Any) -> Layer:
         return loss
     paths, fn = loss if isinstance(loss, tuple) else ((), loss)
     if not callable(fn):
-        raise ModelError(f"loss {loss!r} is not a function (params, x, par) -> (sum, count), or a pair (paths, function).")
+        raise ModelError(
+            f"loss {loss!r} is not a function (params, x, par) -> (sum, count), or a pair (paths, function)."
+        )
     return Layer(LOSS, _reads(params, LOSS, paths), fn)
 
 
@@ -194,7 +197,9 @@ def _reads(params: Mapping[str, Any], name: str, paths: Paths) -> tuple[Read, ..
     if isinstance(paths, str):
         return tuple(Read(local, path) for local, path in _leaves_at(params, name, paths))
     if isinstance(paths, Mapping):
-        found = [(f"{key}.{local}".rstrip("."), p) for key, at in paths.items() for local, p in _leaves_at(params, name, at)]
+        found = [
+            (f"{key}.{local}".rstrip("."), p) for key, at in paths.items() for local, p in _leaves_at(params, name, at)
+        ]
     else:
         found = [(path, path) for at in paths for _, path in _leaves_at(params, name, at)]
     return tuple(Read(*pair) for pair in found)

@@ -270,7 +270,9 @@ def merge_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
     """Known axes, each once, in mesh order."""
     for axis in axes:
         if axis not in AXES or axis == "pp":
-            raise MeshError(f"collective over {axis!r}: layers communicate along {', '.join(a for a in AXES if a != 'pp')}.")
+            raise MeshError(
+                f"collective over {axis!r}: layers communicate along {', '.join(a for a in AXES if a != 'pp')}."
+            )
     if not axes:
         raise MeshError("a collective names at least one axis.")
     return tuple(axis for axis in AXES if axis in axes)

@@ -127,7 +127,9 @@ class Plan:
         free = 2 * self.mesh.tp * self.mesh.cp
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, given in (self.model.batch or {}).items():
-            sizes = [1 if size is None and i == 0 else free if size is None else size for i, size in enumerate(given.shape)]
+            sizes = [
+                1 if size is None and i == 0 else free if size is None else size for i, size in enumerate(given.shape)
+            ]
             shapes[name] = (tuple(sizes), given.dtype)
         return shapes
 
@@ -141,7 +143,9 @@ class Plan:
             owed = {debt.axis: debt for debt in debts[path]}
             if len(spec.stages) > 1:
                 owed["pp"] = _tie_debt(spec.stages)
-            specs[path] = replace(spec, owes=tuple(owed[axis] for axis in AXES if axis in owed) if spec.trainable else ())
+            specs[path] = replace(
+                spec, owes=tuple(owed[axis] for axis in AXES if axis in owed) if spec.trainable else ()
+            )
         return replace(self, specs=specs)
 
     def _owners(self, path: str) -> tuple[int, ...]:

@@ -92,7 +92,9 @@ class Program:
         """
         from functional_par.step import Step
 
-        return Step(self.plan(world.mesh), world, optimizer, clip=clip, norm=norm, donate=donate, dtype=dtype, engine=engine)
+        return Step(
+            self.plan(world.mesh), world, optimizer, clip=clip, norm=norm, donate=donate, dtype=dtype, engine=engine
+        )
 
 
 def compose(*transforms: Transform) -> Callable[[Model], Program]:

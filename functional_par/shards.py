@@ -24,7 +24,10 @@ def shard(params: Mapping[str, Any], plan: Plan, rank: int) -> dict[str, Any]:
     """
     flat, coords = tree.flatten(params), plan.mesh.coords(rank)
     return tree.unflatten(
-        {path: cut(plan, plan.specs[path], _whole(flat, plan.specs[path]), rank) for path in plan.stage_leaves(coords.pp)}
+        {
+            path: cut(plan, plan.specs[path], _whole(flat, plan.specs[path]), rank)
+            for path in plan.stage_leaves(coords.pp)
+        }
     )
 
 
@@ -83,5 +86,7 @@ def _whole(flat: Mapping[str, Tensor], spec: Spec) -> Tensor:
     if spec.path not in flat:
         raise StateError(f"shard: the tree has no leaf {spec.path}.")
     if tuple(flat[spec.path].shape) != spec.shape:
-        raise StateError(f"shard: {spec.path} has shape {tuple(flat[spec.path].shape)}, but its spec is {spec} {spec.shape}.")
+        raise StateError(
+            f"shard: {spec.path} has shape {tuple(flat[spec.path].shape)}, but its spec is {spec} {spec.shape}."
+        )
     return flat[spec.path]

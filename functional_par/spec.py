@@ -51,11 +51,18 @@ class Debt:
 
     Attributes:
         axis: the mesh axis to sum over; ``"pp"`` stands for the stages that own a copy.
-        reason: why, in words, with the layer and line where the leaf met the data.
+        reason: why, in words.
+        layer, place: the layer and the line of source where the leaf met the data; empty for a tie.
     """
 
     axis: str
     reason: str
+    layer: str = ""
+    place: str = ""
+
+    def __str__(self) -> str:
+        where = f" in layer {self.layer!r}, {self.place}" if self.layer else ""
+        return f"{self.axis}: {self.reason}{where}"
 
 
 @dataclass(frozen=True)
@@ -102,9 +109,7 @@ class Spec:
     def starts(self, mesh: Mesh, coords: Coords) -> tuple[int, ...]:
         """Global index of the first element of the shard at ``coords``, for each dim."""
         local = self.local_shape(mesh)
-        return tuple(
-            getattr(coords, axis) * size if axis else 0 for size, axis in zip(local, self.axes, strict=True)
-        )
+        return tuple(getattr(coords, axis) * size if axis else 0 for size, axis in zip(local, self.axes, strict=True))
 
     def payers(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The ranks whose gradients of this leaf are summed with those of ``rank``, in rank order."""

@@ -26,7 +26,9 @@ class State:
 
     __slots__ = ("_flat", "_opt", "_step", "seed")
 
-    def __init__(self, step: int, seed: int, params: Mapping[str, Tensor], opt: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def __init__(
+        self, step: int, seed: int, params: Mapping[str, Tensor], opt: Mapping[str, Mapping[str, Tensor]]
+    ) -> None:
         self._step, self.seed = step, seed
         self._flat: dict[str, Tensor] | None = dict(params)
         self._opt: dict[str, dict[str, Tensor]] | None = {slot: dict(leaves) for slot, leaves in opt.items()}

@@ -180,7 +180,9 @@ class Step:
 
     def _check(self, state: State) -> dict[str, Tensor]:
         if not isinstance(state, State):
-            raise StateError(f"step({type(state).__name__}, ...): expected the state from step.init or from the step before.")
+            raise StateError(
+                f"step({type(state).__name__}, ...): expected the state from step.init or from the step before."
+            )
         flat = state.flat
         if set(flat) != set(self.leaves):
             wrong = ", ".join(sorted(set(flat) ^ set(self.leaves)))

@@ -1,13 +1,13 @@
 """The one seam of differentiation: ``vjp(f, *primals) -> (outputs, aux, pull)``.
 
-Two engines stand behind it and give the same bits: ``torch.func.vjp``, and detached leaves with ``torch.autograd.grad``,
-which costs less a call. A pullback may run once; it frees what it saved.
+Two engines stand behind it and give the same bits: ``torch.func.vjp``, and detached leaves with
+``torch.autograd.grad``, which costs less a call. A pullback may run once; it frees what it saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def func_vjp(f: Function, *primals: Tensor) -> tuple[list[Tensor], list[Tensor],
     if not primals:
         outputs, aux = f()
         return outputs, aux, lambda cotangents: ()
-    outputs, pull, aux = torch.func.vjp(f, *primals, has_aux=True)
+    outputs, pull, aux = cast(Any, torch.func.vjp(f, *primals, has_aux=True))
 
     def once(cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with torch.no_grad():

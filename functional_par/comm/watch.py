@@ -55,7 +55,7 @@ class Watch:
             self._thread.join()
 
     def fail(self, error: BaseException) -> str:
-        """Tell all ranks that this one fails with ``error``; the failure that came first if there is one, else ``""``."""
+        """Tell all ranks that this one fails with ``error``. The failure that came before it, or ``""``."""
         self.stop()
         interrupted = isinstance(error, KeyboardInterrupt)
         text = f"rank {self._rank} failed: {type(error).__name__}: {error}\n  ({self._state()})"

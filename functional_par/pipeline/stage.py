@@ -43,7 +43,9 @@ class Call:
     before: Edge
     after: Edge
 
-    def forward(self, engine: Engine, leaves: Mapping[str, Tensor], x: list[Tensor], par: Par) -> tuple[list[Tensor], Pull]:
+    def forward(
+        self, engine: Engine, leaves: Mapping[str, Tensor], x: list[Tensor], par: Par
+    ) -> tuple[list[Tensor], Pull]:
         """Run the layer on the flat leaves of its input; returns those of its output, and the pullback.
 
         The pullback takes a cotangent for each differentiable output, and returns one for each trainable leaf followed by

@@ -29,6 +29,7 @@ from functional_par.trace.par import TracePar
 from functional_par.trace.place import Place
 from functional_par.trace.values import Abstract, Axes, Source, Typing, Use, Value, names, order
 
+
 @dataclass(frozen=True)
 class LayerTrace:
     """What one layer does: its output, the uses of its leaves, and the work of its forward."""
@@ -94,7 +95,9 @@ def trace(model: Model, setting: Setting) -> Trace:
         x = layers[layer.name].output
     _check_loss(layers[LOSS], setting)
     uses = [use for entry in layers.values() for use in entry.uses]
-    return Trace(layers, {path: _debts(path, uses) for path in model.leaves}, tracer.batch, tuple(sorted(tracer.merged)))
+    return Trace(
+        layers, {path: _debts(path, uses) for path in model.leaves}, tracer.batch, tuple(sorted(tracer.merged))
+    )
 
 
 class _Tracer:
@@ -111,7 +114,9 @@ class _Tracer:
         shape, axes = self.setting.leaves[path]
         trainable = self.model.leaves[path].trainable
         sources = frozenset({Source(path)}) if trainable else frozenset()
-        return Abstract(shape, self.setting.dtype, Value(axes=axes & self.setting.active, grad=trainable, sources=sources))
+        return Abstract(
+            shape, self.setting.dtype, Value(axes=axes & self.setting.active, grad=trainable, sources=sources)
+        )
 
     def layer(self, layer: Layer, x: Any) -> LayerTrace:
         """Trace with placeholders for leaves, so that the result serves every layer of the same function and types."""
@@ -215,4 +220,7 @@ def _debts(path: str, uses: list[Use]) -> tuple[Debt, ...]:
                 f"another ({most}). One sum at the end would be wrong for one of them: write "
                 f"par.pvary(w, {', '.join(map(repr, axes))}) where it meets the split computation."
             )
-    return tuple(Debt(axis, f"meets data that differ along {axis} in {most}") for axis in order(most.source.owed))
+    return tuple(
+        Debt(axis, f"meets data that differ along {axis}", most.layer, str(most.place))
+        for axis in order(most.source.owed)
+    )

@@ -65,7 +65,9 @@ class TracePar(Par):
                 f"{self.typing.where()}: par.slice over {axis} of a value that differs along {axis}: every rank would cut "
                 "another tensor. Use par.reduce_scatter for partial sums, or par.take for a window of a rank's own value."
             )
-        return self._emit(x, _resized(x, dim, self._chunk(x, axis, dim, "slice")), replace(value, axes=value.axes | active))
+        return self._emit(
+            x, _resized(x, dim, self._chunk(x, axis, dim, "slice")), replace(value, axes=value.axes | active)
+        )
 
     def take(self, x: Tensor, axis: str, dim: int, starts: tuple[int, ...], length: int) -> Tensor:
         active, value = self._active(axis), self.typing.value(x)
@@ -107,7 +109,11 @@ class TracePar(Par):
 
     def _reduce(self, x: Tensor, name: str, what: str, axes: tuple[str, ...]) -> Tensor:
         active, value = self._varying(x, name, axes), self.typing.value(x)
-        return self._emit(x, x.shape, replace(value, axes=value.axes - active, closed=value.closed | active)) if active else x
+        return (
+            self._emit(x, x.shape, replace(value, axes=value.axes - active, closed=value.closed | active))
+            if active
+            else x
+        )
 
     def _active(self, *axes: str) -> Axes:
         merged = merge_axes(axes)

@@ -6,4 +6,15 @@ from functional_par.transforms.shard_tp import ShardTP, shard_tp
 from functional_par.transforms.stage_pp import StagePP, split_by_cost, stage_pp
 from functional_par.transforms.tie import Tie, tie
 
-__all__ = ["DPReduce", "ShardTP", "StagePP", "Tie", "Transform", "dp_reduce", "shard_tp", "split_by_cost", "stage_pp", "tie"]
+__all__ = [
+    "DPReduce",
+    "ShardTP",
+    "StagePP",
+    "Tie",
+    "Transform",
+    "dp_reduce",
+    "shard_tp",
+    "split_by_cost",
+    "stage_pp",
+    "tie",
+]

@@ -54,7 +54,9 @@ def stage_pp(schedule: str = "1f1b", microbatches: int = 1, split: Sequence[int]
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise CompositionError(f"stage_pp(microbatches={microbatches!r}): it is an integer of at least 1.")
     if split is not None and any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in split):
-        raise CompositionError(f"stage_pp(split={list(split)}): each stage gets an integer number of layers, at least 1.")
+        raise CompositionError(
+            f"stage_pp(split={list(split)}): each stage gets an integer number of layers, at least 1."
+        )
     return StagePP(schedule, microbatches, None if split is None else tuple(split))
 
 

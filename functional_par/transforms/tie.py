@@ -38,7 +38,7 @@ class Tie(Transform):
         _check_alike(plan.source, self.names)
         classes = _merge([*_classes(plan), set(self.names)])
         order = _first_reads(plan.source)
-        aliases = {}
+        aliases: dict[str, str] = {}
         for tied in classes:
             first, *others = sorted(tied, key=lambda path: order[path])
             aliases |= dict.fromkeys(others, first)

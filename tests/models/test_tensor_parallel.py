@@ -103,7 +103,7 @@ def test_the_number_of_calls_is_the_closed_formula(name, mode, async_comm):
             pull(torch.ones_like(loss))
         return {(phase, kind): calls for (phase, _, kind), calls in world.record.calls.items()}
 
-    # A block enters the stream twice and leaves it twice; the embedding leaves it, the head enters it; the loss adds two.
+    # A block leaves the stream twice and returns twice; the embedding returns, the head leaves; the loss adds two.
     if mode == "ALL_REDUCE":
         expected = {("forward", "all_reduce"): 2 * n + 1 + 2, ("backward", "all_reduce"): 2 * n + 1}
     else:
