@@ -1,0 +1,91 @@
+"""What a configuration builds: the network, the program, the corpus, and the errors of each."""
+
+import numpy as np
+import pytest
+
+import functional_par as fp
+
+TOKENS = {"sequence_length": 8, "train_steps": 2, "global_batch_size": 4, "microbatches": 2}
+GPT = {"d_model": 16, "n_layers": 2, "n_heads": 4}
+LLAMA = {"name": "llama", "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_ff": 24}
+
+
+def config(model=GPT, **sections):
+    return fp.Config.from_dict({"tokens": TOKENS, "model": model, **sections}, "x.yaml")
+
+
+def test_a_gpt_has_the_sizes_of_the_file():
+    leaves = config({**GPT, "vocab": 300, "d_ff": 20, "bias": False}).model().leaves
+    assert leaves["embed.weight"].shape == (300, 16)
+    assert leaves["blocks.1.mlp.up.weight"].shape == (20, 16)
+    assert not any(path.endswith("bias") for path in leaves)
+
+
+def test_a_llama_has_the_sizes_of_the_file():
+    leaves = config(LLAMA).model().leaves
+    assert leaves["blocks.0.attn.k.weight"].shape == (2, 4, 16)
+    assert leaves["blocks.0.mlp.gate.weight"].shape == (24, 16)
+
+
+def test_a_program_has_the_layout_of_the_file():
+    parallelism = {"pp": 2, "tp": 2, "pp_engine": "afab", "tp_mode": "reduce_scatter", "stage_layers": [1, 3]}
+    given = config({**GPT, "tie": True}, parallelism={**parallelism, "tp_linear_async_communication": True})
+    plan = given.program().plan(given.mesh())
+    assert (plan.schedule, plan.microbatches, plan.mode.value, plan.async_comm) == ("afab", 2, "REDUCE_SCATTER", True)
+    assert [len(names) for names in plan.stages] == [1, 3]
+    assert plan.specs["embed.weight"].stages == (0, 1)
+
+
+def test_an_untied_head_stays_a_leaf_of_its_own():
+    given = config()
+    assert "head.weight" in given.program().plan(given.mesh()).specs
+
+
+def test_what_does_not_fit_the_mesh_is_told_by_the_plan():
+    given = config(parallelism={"tp": 3})
+    with pytest.raises(fp.CompositionError, match="tp=3 does not divide"):
+        given.program().plan(given.mesh())
+
+
+def test_a_llama_without_pairs_of_dims_is_told():
+    with pytest.raises(fp.ModelError, match="not a multiple of 2"):
+        config({"name": "llama", "d_model": 12, "n_layers": 1, "n_heads": 4}).program()
+
+
+def test_a_text_is_read_as_bytes(tmp_path):
+    (tmp_path / "book.txt").write_text("hello " * 10)
+    corpus = config(data={"text": str(tmp_path / "book.txt")}).corpus()
+    assert (len(corpus), corpus.vocab) == (60, 256)
+
+
+def test_token_files_are_read(tmp_path):
+    ids = np.arange(20)
+    np.save(tmp_path / "ids.npy", ids)
+    ids.astype("<u2").tofile(tmp_path / "ids.bin")
+    assert len(config(data={"tokens": str(tmp_path / "ids.npy")}).corpus()) == 20
+    assert len(config(data={"tokens": str(tmp_path / "ids.bin"), "token_dtype": "uint16"}).corpus()) == 20
+
+
+def test_raw_ids_need_their_dtype(tmp_path):
+    with pytest.raises(fp.ConfigError, match=r"ids\.bin holds raw ids: give data\.token_dtype \(--token-dtype\)"):
+        config(data={"tokens": "ids.bin"}).corpus()
+
+
+def test_an_id_outside_the_vocabulary_is_told(tmp_path):
+    np.save(tmp_path / "ids.npy", np.array([1, 99]))
+    with pytest.raises(fp.DataError, match="token id 99 at position 1 is outside the vocabulary of 50"):
+        config({**GPT, "vocab": 50}, data={"tokens": str(tmp_path / "ids.npy")}).corpus()
+
+
+def test_a_vocabulary_without_every_byte_is_told(tmp_path):
+    (tmp_path / "book.txt").write_text("hello")
+    with pytest.raises(fp.ConfigError, match=r"^x\.yaml: model\.vocab is 100, but the text has ids up to 255"):
+        config({**GPT, "vocab": 100}, data={"text": str(tmp_path / "book.txt")}).corpus()
+
+
+def test_a_missing_or_empty_text_is_told(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(fp.DataError, match="does not exist"):
+        config(data={"text": str(tmp_path / "nowhere.txt")}).corpus()
+    with pytest.raises(fp.DataError, match="is empty"):
+        config(data={"text": str(tmp_path / "empty.txt")}).corpus()

@@ -1,0 +1,84 @@
+"""How a script ends: message, traceback and exit code for every kind of end."""
+
+import io
+import sys
+
+import pytest
+
+import functional_par as fp
+from functional_par.report import exits
+from functional_par.report.exits import exit_code
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def ends_with(error):
+    def main():
+        raise error
+
+    return main
+
+
+def test_a_good_run_is_zero():
+    assert exit_code(lambda: None) == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        fp.ConfigError("wrong key"),
+        fp.MeshError("wrong key"),
+        fp.DataError("wrong key"),
+        fp.CompositionError("wrong key"),
+        fp.ModelError("wrong key"),
+        fp.MissingCollective("wrong key"),
+        fp.NonFiniteError("wrong key"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_the_user_can_mend_is_a_message_and_two(error, capsys):
+    assert exit_code(ends_with(error)) == 2
+    assert capsys.readouterr().err == "error: wrong key\n"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("defect"), fp.DeadlockError("defect"), fp.StateError("defect")])
+def test_a_defect_is_one_traceback_and_one(error, capsys):
+    assert exit_code(ends_with(error)) == 1
+    assert capsys.readouterr().err.count("Traceback") == 1
+
+
+def test_a_rank_that_stopped_for_another_says_so_without_a_traceback(capsys):
+    assert exit_code(ends_with(fp.RankFailedError("rank 1 stopped because rank 0 failed"))) == 1
+    assert capsys.readouterr().err == "rank 1 stopped because rank 0 failed\n"
+
+
+def test_an_interrupt_is_130_without_a_traceback(capsys):
+    assert exit_code(ends_with(KeyboardInterrupt())) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_an_exit_asked_for_passes():
+    with pytest.raises(SystemExit):
+        exit_code(ends_with(SystemExit(0)))
+
+
+def test_other_processes_leave_the_first_to_speak(monkeypatch):
+    waits, err = [], io.StringIO()
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(exits.time, "sleep", waits.append)
+    monkeypatch.setattr(sys, "stderr", err)
+    assert exit_code(ends_with(fp.ConfigError("wrong key"))) == 2
+    assert waits == [exits.PATIENCE]
+    assert err.getvalue() == "rank 3: error: wrong key\n"
+
+
+def test_a_process_among_many_leaves_at_once_with_the_code(monkeypatch):
+    codes = []
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(exits.os, "_exit", codes.append)
+    exit_code(ends_with(fp.ConfigError("wrong key")))
+    assert codes == [2]

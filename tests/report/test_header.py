@@ -1,0 +1,89 @@
+"""The header and what is checked before it."""
+
+import numpy as np
+import pytest
+
+import functional_par as fp
+from functional_par.config.flags import Options
+from functional_par.report import header, launch
+
+
+def config(**changes):
+    data = {
+        "parallelism": {"dp": 2, "pp": 2, "tp": 2, "tp_mode": "REDUCE_SCATTER", "tp_linear_async_communication": True},
+        "tokens": {"sequence_length": 8, "train_steps": 5, "global_batch_size": 8, "microbatches": 2},
+        "model": {"d_model": 16, "n_layers": 2, "n_heads": 4, "tie": True},
+        "optimizer": {"clip_grad": 1.0, "learning_rate_scheduler": {"lr_warmup_steps": 2, "min_decay_lr": 0.0}},
+        **changes,
+    }
+    return fp.Config.from_dict(data)
+
+
+@pytest.fixture
+def corpus():
+    return fp.data.Corpus(np.arange(256, dtype=np.uint8), vocab=256, name="every byte")
+
+
+def test_the_header_says_what_runs_where(corpus):
+    given = config()
+    text = header(given, given.program().plan(given.mesh()), corpus, "threads")
+    assert "Mesh(pp=2, dp=2, tp=2) = 8, threads" in text
+    assert "REDUCE_SCATTER, async" in text
+    assert "tied: head.weight = embed.weight" in text
+    assert "stage 0" in text
+    assert "stage 1" in text
+    assert "8 sequences of 8 = 64 tokens a step (2 replicas * 2 microbatches * 2), 5 steps" in text
+    assert "every byte: 256 tokens, unigram entropy 5.545 nats" in text
+    assert "adamW, learning rate 0.0003, 2 steps of warm-up, linear to 0, clip 1.0, seed 0" in text
+
+
+def test_the_header_counts_a_tied_leaf_once():
+    given = config()
+    model = given.model()
+    total = sum(np.prod(leaf.shape) for path, leaf in model.leaves.items() if path != "head.weight")
+    assert f"gpt, {total:,} parameters" in header(given, given.program().plan(given.mesh()))
+
+
+def prepare(given, corpus, **options):
+    launch.prepare(Options(given, **options), given.mesh(), given.program(), corpus)
+
+
+def test_a_good_run_is_introduced_once(corpus, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    prepare(config(), corpus)
+    assert capsys.readouterr().out.startswith("model      gpt")
+
+
+def test_other_processes_say_nothing(corpus, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    prepare(config(), corpus)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_wrong_number_of_processes_is_told_with_every_factor(corpus, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(fp.MeshError, match=r"ep=1 \* pp=2 \* dp=2 \* cp=1 \* tp=2 = 8 ranks, but 4 are running"):
+        prepare(config(), corpus)
+    monkeypatch.setenv("WORLD_SIZE", "many")
+    with pytest.raises(fp.MeshError, match="WORLD_SIZE='many'"):
+        prepare(config(), corpus)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_text_that_is_too_short_is_told_before_anything_is_printed(capsys):
+    with pytest.raises(fp.DataError, match="too few for seq_len = 8"):
+        prepare(config(), fp.data.Corpus(np.zeros(8, dtype=np.uint8), vocab=256, name="short"))
+    assert capsys.readouterr().out == ""
+
+
+def test_the_backend_is_the_one_that_run_takes(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert launch.default_backend() == "threads"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
+    assert launch.default_backend() == "gloo"
+    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
+    assert launch.default_backend() == "nccl"
