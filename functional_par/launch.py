@@ -15,7 +15,7 @@ import torch.distributed as dist
 from functional_par.comm.base import World
 from functional_par.comm.process import ProcessWorld
 from functional_par.comm.watch import INTERRUPTED, Watch, leave
-from functional_par.errors import CommError, MeshError, ParallelError
+from functional_par.errors import CommError, MeshError, NonFiniteError, ParallelError
 from functional_par.mesh import Mesh
 
 USER_ERROR = 2
@@ -93,7 +93,9 @@ def _state(rank: int, worlds: list[ProcessWorld]) -> str:
 
 def _end(watch: Watch, rank: int, error: BaseException, state: Callable[[], str], communicated: bool) -> None:
     """Make sure that the others end too, and that one rank reports: a rank that should not ends here."""
-    if isinstance(error, ParallelError) and not communicated and watch.refused(error):
+    # A number that is not finite is the same on every rank, like a mistake found before the first call.
+    agreed = isinstance(error, NonFiniteError) or not communicated
+    if isinstance(error, ParallelError) and agreed and watch.refused(error):
         if rank != 0:
             _leave_it_to_rank_0()
         return

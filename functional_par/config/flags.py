@@ -13,6 +13,7 @@ import torch
 from functional_par.config import reader
 from functional_par.config.config import Config
 from functional_par.errors import ConfigError
+from functional_par.launch import launched
 from functional_par.run import Backend
 
 
@@ -126,13 +127,12 @@ def parse(argv: Sequence[str] | None = None, description: str | None = None) -> 
 
 def check_backend(backend: str | None) -> None:
     """Raise ConfigError for a backend that this process cannot have."""
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if backend == "threads" and launched and os.environ["WORLD_SIZE"] != "1":
+    if backend == "threads" and launched() and os.environ["WORLD_SIZE"] != "1":
         raise ConfigError(
             f"--backend threads: torchrun started {os.environ['WORLD_SIZE']} processes, and each would run all ranks. "
             "Start it with python, or leave --backend out."
         )
-    if backend in ("gloo", "nccl") and not launched:
+    if backend in ("gloo", "nccl") and not launched():
         raise ConfigError(
             f"--backend {backend}: its ranks are processes. Start it with torchrun --nproc-per-node N, or take threads."
         )

@@ -2,7 +2,7 @@
 
 from functional_par.report.exits import exit_code
 from functional_par.report.header import header
-from functional_par.report.launch import prepare, say
+from functional_par.report.prepare import prepare, say
 from functional_par.report.progress import progress
 
 __all__ = ["exit_code", "header", "prepare", "progress", "say"]

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from functional_par.errors import CommError, ParallelError, RankFailedError, StateError
 
 MENDABLE, INTERRUPTED, DEFECT = 2, 130, 1
@@ -52,7 +54,8 @@ def exit_code(main: Callable[[], Any]) -> int:
 
 
 def _say(message: str) -> None:
-    if not is_first_process():
+    # Before ranks are connected, all find the same mistake; after, ``fp.run`` lets one error out.
+    if not is_first_process() and not (dist.is_available() and dist.is_initialized()):
         time.sleep(PATIENCE)
         message = f"rank {os.environ['RANK']}: {message}"
     print(message, file=sys.stderr, flush=True)

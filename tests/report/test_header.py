@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
 import functional_par as fp
 from functional_par.config.flags import Options
-from functional_par.report import header, launch
+from functional_par.report import header
+from functional_par.report.prepare import default_backend, prepare
 
 
 def config(**changes):
@@ -44,20 +46,20 @@ def test_the_header_counts_a_tied_leaf_once():
     assert f"gpt, {total:,} parameters" in header(given, given.program().plan(given.mesh()))
 
 
-def prepare(given, corpus, **options):
-    launch.prepare(Options(given, **options), given.mesh(), given.program(), corpus)
+def introduce(given, corpus, **options):
+    prepare(Options(given, **options), given.mesh(), given.program(), corpus)
 
 
 def test_a_good_run_is_introduced_once(corpus, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    prepare(config(), corpus)
+    introduce(config(), corpus)
     assert capsys.readouterr().out.startswith("model      gpt")
 
 
 def test_other_processes_say_nothing(corpus, capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    prepare(config(), corpus)
+    introduce(config(), corpus)
     assert capsys.readouterr().out == ""
 
 
@@ -65,25 +67,25 @@ def test_a_wrong_number_of_processes_is_told_with_every_factor(corpus, monkeypat
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(fp.MeshError, match=r"ep=1 \* pp=2 \* dp=2 \* cp=1 \* tp=2 = 8 ranks, but 4 are running"):
-        prepare(config(), corpus)
+        introduce(config(), corpus)
     monkeypatch.setenv("WORLD_SIZE", "many")
     with pytest.raises(fp.MeshError, match="WORLD_SIZE='many'"):
-        prepare(config(), corpus)
+        introduce(config(), corpus)
     assert capsys.readouterr().out == ""
 
 
 def test_a_text_that_is_too_short_is_told_before_anything_is_printed(capsys):
     with pytest.raises(fp.DataError, match="too few for seq_len = 8"):
-        prepare(config(), fp.data.Corpus(np.zeros(8, dtype=np.uint8), vocab=256, name="short"))
+        introduce(config(), fp.data.Corpus(np.zeros(8, dtype=np.uint8), vocab=256, name="short"))
     assert capsys.readouterr().out == ""
 
 
 def test_the_backend_is_the_one_that_run_takes(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert launch.default_backend() == "threads"
+    assert default_backend() == "threads"
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: False)
-    assert launch.default_backend() == "gloo"
-    monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
-    assert launch.default_backend() == "nccl"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert default_backend() == "gloo"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert default_backend() == "nccl"

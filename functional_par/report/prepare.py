@@ -9,6 +9,7 @@ import torch
 
 from functional_par.config.flags import Options
 from functional_par.errors import MeshError
+from functional_par.launch import launched
 from functional_par.mesh import Mesh
 from functional_par.report.header import header
 from functional_par.report.metrics_file import check_writable
@@ -44,11 +45,6 @@ def check_world(mesh: Mesh) -> None:
     if not ranks.isdigit():
         raise MeshError(f"WORLD_SIZE={ranks!r} in the environment: the number of processes is needed.")
     mesh.check_world(int(ranks))
-
-
-def launched() -> bool:
-    """Whether torchrun, or something like it, started this process as one rank of many."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def default_backend() -> str:
