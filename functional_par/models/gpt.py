@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from functional_par import init
+from functional_par.errors import ModelError
 from functional_par.model import Model
 from functional_par.models import parts
 from functional_par.models.parts import Params, linear
@@ -26,6 +27,7 @@ def gpt(
     bias: bool = True,
     norm_eps: float = 1e-5,
     init_std: float = 0.02,
+    gelu: str = "tanh",
 ) -> Model:
     """A GPT-2-like model whose head has a weight of its own; ``fp.tie("head.weight", "embed.weight")`` ties it.
 
@@ -39,9 +41,10 @@ def gpt(
         bias: whether linear layers and norms have biases.
         norm_eps: added to the variance.
         init_std: of the normal initial weights; projections back into the stream get it over ``sqrt(2 * n_layers)``.
+        gelu: ``"tanh"``, GPT-2's approximation, or ``"exact"``, which is faster on CPU.
 
     Raises:
-        ModelError: for a size that is not positive, or heads that do not divide ``d_model``.
+        ModelError: for a size that is not positive, heads that do not divide ``d_model``, or another ``gelu``.
 
     >>> model = gpt(vocab=256, d_model=64, n_layers=2, n_heads=4, seq_len=32)
     >>> [layer.name for layer in model.layers]
@@ -52,6 +55,9 @@ def gpt(
         "gpt", vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len, d_ff=d_ff
     )
     parts.check_multiple("gpt", d_model=d_model, n_heads=n_heads)
+    if gelu not in ("tanh", "exact"):
+        raise ModelError(f"gpt(gelu={gelu!r}): it is 'tanh' or 'exact'.")
+    approximate = "none" if gelu == "exact" else gelu
     out_std = init_std / math.sqrt(2 * n_layers)
 
     def norm() -> dict[str, Param]:
@@ -75,7 +81,7 @@ def gpt(
 
     def block(p: Params, x: Tensor, par: Par) -> Tensor:
         x = x + parts.self_attention(p["attn"], normed(p["norm1"], x, par), par, n_heads=n_heads, n_kv_heads=n_heads)
-        return x + gelu_mlp(p["mlp"], normed(p["norm2"], x, par), par)
+        return x + gelu_mlp(p["mlp"], normed(p["norm2"], x, par), par, approximate=approximate)
 
     def head(p: Params, x: Tensor, par: Par) -> Tensor:
         return parts.logits(p["head"], normed(p["norm"], x, par), par)

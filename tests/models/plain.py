@@ -23,15 +23,19 @@ def heads_attention(p, at, x, group, turn=lambda x: x):
     return y
 
 
-def gpt_logits(p, tokens, n_layers):
-    """GPT-2: learned positions, LayerNorm, gelu in its tanh form."""
+def gelu_tanh(x):
+    """GPT-2's approximation."""
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def gpt_logits(p, tokens, n_layers, gelu=gelu_tanh):
+    """GPT-2: learned positions, LayerNorm, gelu."""
     norm = lambda x, at: F.layer_norm(x, x.shape[-1:], p[f"{at}.weight"], p.get(f"{at}.bias"), 1e-5)  # noqa: E731
     x = p["embed.weight"][tokens] + p["position.weight"][: tokens.shape[1]]
     for i in range(n_layers):
         x = x + heads_attention(p, f"blocks.{i}.attn", norm(x, f"blocks.{i}.norm1"), 1)
         h = norm(x, f"blocks.{i}.norm2") @ p[f"blocks.{i}.mlp.up.weight"].T + p.get(f"blocks.{i}.mlp.up.bias", 0)
-        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-        x = x + h @ p[f"blocks.{i}.mlp.down.weight"].T + p.get(f"blocks.{i}.mlp.down.bias", 0)
+        x = x + gelu(h) @ p[f"blocks.{i}.mlp.down.weight"].T + p.get(f"blocks.{i}.mlp.down.bias", 0)
     return norm(x, "norm") @ p["head.weight"].T
 
 

@@ -32,6 +32,13 @@ def test_shorter_sequences_use_the_first_positions():
     assert model(tree.unflatten(params), batch).item() == pytest.approx(plain.item(), abs=1e-10)
 
 
+def test_the_exact_gelu_may_be_had():
+    params, batch = noisy(gpt(11, 8, 1, 2, 12)), batch_of(11, 5)
+    plain = mean_loss(gpt_logits(params, batch["tokens"], 1, torch.nn.functional.gelu), batch["labels"])
+    model = gpt(11, 8, 1, 2, 12, gelu="exact")
+    assert model(tree.unflatten(params), batch).item() == pytest.approx(plain.item(), abs=1e-10)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_leaves_have_the_documented_names_dims_and_number(bias):
     v, d, n, h, s, f = 97, 24, 3, 6, 12, 40
@@ -86,6 +93,7 @@ def test_all_blocks_share_one_function():
         ({"n_layers": -1}, "gpt(n_layers=-1): it is an integer of at least 1."),
         ({"d_ff": 2.5}, "gpt(d_ff=2.5): it is an integer of at least 1."),
         ({"seq_len": True}, "gpt(seq_len=True): it is an integer of at least 1."),
+        ({"gelu": "relu"}, "gpt(gelu='relu'): it is 'tanh' or 'exact'."),
         ({"n_heads": 5}, "gpt: d_model=24 is not a multiple of n_heads=5."),
     ],
 )

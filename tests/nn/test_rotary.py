@@ -46,6 +46,12 @@ def test_scores_depend_on_the_distance_alone():
     close(score(3, 5), score(100, 102))
 
 
+@pytest.mark.parametrize("shape", [(2, 300, 64, 16), (1, 3, 64, 4096)])
+def test_large_inputs_are_turned_in_blocks(shape):
+    (x,) = tensors(shape)
+    close(rotary(x, RunPar()), plain(x))
+
+
 def test_far_positions_keep_their_precision_in_float32():
     x = torch.ones(1, 1, 1, 8)
     far = torch.tensor([1_000_003])
