@@ -25,8 +25,10 @@ class Failure:
         """What another rank raises because of it."""
         if isinstance(self.error, DeadlockError):
             return DeadlockError(str(self.error))
-        who = "the run was interrupted" if self.rank is None else f"rank {self.rank} failed"
-        return RankFailedError(f"rank {rank} stopped because {who}: {type(self.error).__name__}: {self.error}")
+        if self.rank is None:
+            return RankFailedError(f"rank {rank} stopped because the run was interrupted")
+        error = f"{type(self.error).__name__}: {self.error}"
+        return RankFailedError(f"rank {rank} stopped because rank {self.rank} failed: {error}")
 
 
 class Gate:
@@ -124,7 +126,9 @@ class Hub:
 
     def wait_until_over(self) -> None:
         """Return when every rank has finished, or one has failed."""
-        self._over.wait()
+        # In short waits, so that Ctrl-C is seen whichever thread the system delivers the signal to.
+        while not self._over.wait(0.1):
+            pass
 
     def _fail(self, rank: int | None, error: BaseException) -> None:
         if self._failure is None:
