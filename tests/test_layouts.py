@@ -1,7 +1,7 @@
-"""The table: a model trained in every layout equals the same model trained by one process, which knows nothing of layouts.
+"""The table: a model trained in every layout equals the same model trained by one process that knows of no layouts.
 
-Every factorisation of 1, 2, 4 and 8 ranks into dp, pp and tp, with all options that mean something there. The default run
-takes a covering subset of it, ``-m deep`` all of it.
+Every factorisation of 1, 2, 4 and 8 ranks into dp, pp and tp, with all options that mean something there. The default
+run takes a covering subset of it, ``-m deep`` all of it.
 """
 
 from __future__ import annotations
