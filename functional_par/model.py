@@ -184,7 +184,7 @@ def _layer(params: Mapping[str, Any], entry: Any) -> Layer:
 def _loss(params: Mapping[str, Any], loss: Any) -> Layer:
     if isinstance(loss, Layer):
         return loss
-    paths, fn = loss if isinstance(loss, tuple) else ((), loss)
+    paths, fn = loss if isinstance(loss, tuple) and len(loss) == 2 else ((), loss)
     if not callable(fn):
         raise ModelError(
             f"loss {loss!r} is not a function (params, x, par) -> (sum, count), or a pair (paths, function)."
@@ -194,6 +194,7 @@ def _loss(params: Mapping[str, Any], loss: Any) -> Layer:
 
 def _reads(params: Mapping[str, Any], name: str, paths: Paths) -> tuple[Read, ...]:
     """Resolve what a layer names into leaves."""
+    _check_paths(name, paths)
     if isinstance(paths, str):
         return tuple(Read(local, path) for local, path in _leaves_at(params, name, paths))
     if isinstance(paths, Mapping):
@@ -203,6 +204,16 @@ def _reads(params: Mapping[str, Any], name: str, paths: Paths) -> tuple[Read, ..
     else:
         found = [(path, path) for at in paths for _, path in _leaves_at(params, name, at)]
     return tuple(Read(*pair) for pair in found)
+
+
+def _check_paths(name: str, paths: Any) -> None:
+    named = paths.values() if isinstance(paths, Mapping) else paths
+    if not isinstance(paths, (str, Mapping, Sequence)) or not all(isinstance(path, str) for path in named):
+        raise ModelError(
+            f"layer {name!r} has the paths {paths!r}: a dotted name, a list of them, or a dict of names."
+        )
+    if isinstance(paths, Mapping):
+        list(tree.paths(dict.fromkeys(paths)))  # the local names are keys of a tree
 
 
 def _leaves_at(params: Mapping[str, Any], name: str, path: str) -> list[tuple[str, str]]:
