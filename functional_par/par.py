@@ -200,7 +200,7 @@ class RunPar(Par):
     mode: TensorParallelMode = TensorParallelMode.ALL_REDUCE
     async_comm: bool = False
     batch: Mapping[str, Tensor] = field(default_factory=dict)
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     fast: bool = True
 
     def with_batch(self, batch: Mapping[str, Tensor]) -> RunPar:

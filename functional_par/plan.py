@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from functional_par.errors import CompositionError, MeshError
+from functional_par.errors import MeshError
 from functional_par.mesh import AXES, Mesh
 from functional_par.model import LOSS, Layer, Model
 from functional_par.par import TensorParallelMode

@@ -138,18 +138,15 @@ class Step:
     def _count(self, share: Share) -> int:
         count = sum(self.plan.model.count_terms(share.microbatch(i)) for i in range(self.plan.microbatches))
         total = torch.as_tensor(count, dtype=torch.int64, device=self.world.device).reshape(1)
-        if self.plan.replicas > 1:
-            with self.world.record.during("count"):
-                total = self.world.group(*self.plan.data_axes).start(AllReduce(), total, donate=True).wait()
-        return int(total)
+        with self.world.record.during("count"):
+            group = self.world.group(*self.plan.data_axes)
+            return int(group.start(AllReduce(), total, donate=True).wait())
 
     def _gradients(self, params: Mapping[str, Tensor], share: Share, count: int) -> tuple[Gradients, list[Any]]:
         calls = self._stage(share)
         accumulate = torch.promote_types(self.dtype, torch.float32)
         grads = Gradients(self.plan, self.buckets, accumulate, self.world.device)
-        scale = None
-        if self.last:
-            scale = torch.tensor(1.0 / max(count, 1), dtype=calls[-1].after.leaves[0].dtype, device=self.world.device)
+        scale = torch.tensor(1.0 / max(count, 1), device=self.world.device, dtype=calls[-1].after.leaves[0].dtype)
         executor = Executor(
             calls,
             self.world,

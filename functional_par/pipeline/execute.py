@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -27,14 +26,6 @@ class Neighbours:
     after: int | None
 
 
-@dataclass(frozen=True)
-class Losses:
-    """What the last stage saw: sum of losses and number of terms over all microbatches; zeros elsewhere."""
-
-    total: Tensor
-    count: Tensor
-
-
 class Executor:
     """Executes actions in order. Messages between two stages are FIFO in the order of the microbatches, which both ends
     read off the same schedule, so nothing but the tensors is sent.
@@ -46,7 +37,7 @@ class Executor:
         engine: the differentiation engine.
         par: microbatch index to the ``par`` of that microbatch.
         leaves: this rank's parameters.
-        scale: cotangent of the loss sum.
+        scale: cotangent of the loss sum, used on the last stage.
         accumulate: receives the gradients of one layer for one microbatch.
     """
 
@@ -58,7 +49,7 @@ class Executor:
         engine: Engine,
         par: Callable[[int], Par],
         leaves: Mapping[str, Tensor],
-        scale: Tensor | None,
+        scale: Tensor,
         accumulate: Accumulate,
     ) -> None:
         self.calls, self.world, self.neighbours, self.engine = calls, world, neighbours, engine
@@ -111,7 +102,7 @@ class Executor:
 
     def _cotangents(self) -> list[Tensor]:
         if self.neighbours.after is None:
-            return [self.scale if self.scale is not None else torch.ones(())]
+            return [self.scale]
         edge = self.calls[-1].after
         expected = [leaf for leaf, grad in zip(edge.leaves, edge.differentiable, strict=True) if grad]
         handles = [self.world.recv(a.shape, a.dtype, self.neighbours.after) for a in expected]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from functional_par.errors import CompositionError
 from functional_par.model import LOSS
@@ -31,7 +32,7 @@ class StagePP(Transform):
                 f"pp={plan.mesh.pp} and the model has {len(names)} layers ({', '.join(names)})."
             )
         bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        stages = tuple(tuple(names[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+        stages = tuple(tuple(names[a:b]) for a, b in pairwise(bounds))
         return replace(plan, stages=stages, schedule=self.schedule, microbatches=self.microbatches).use("pp")
 
 
