@@ -45,13 +45,13 @@ def run_process(
     def state() -> str:
         return _state(rank, worlds)
 
-    watch = Watch(store.clone(), rank, size, state)
+    watch = Watch(store.clone(), rank, size, state, lambda: worlds[0].standing() if worlds else None)
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
         worlds.append(ProcessWorld(mesh, device, timeout))
         result = main(worlds[0])
+        watch.finish(worlds[0].finished())
         worlds[0].close()
-        watch.finish()
     except BaseException as error:
         _end(watch, rank, error, state, communicated=bool(worlds and worlds[0].record.calls))
         raise
@@ -86,9 +86,9 @@ def _store(rank: int, timeout: float) -> Any:
 def _state(rank: int, worlds: list[ProcessWorld]) -> str:
     if not worlds:
         return f"rank {rank} was starting"
-    world = worlds[0]
-    doing = "was computing" if world.waits_for is None else f"was waiting in {world.waits_for[0]}"
-    return f"rank {rank} {doing}; last call: {world.record.last}"
+    waits = worlds[0].waits
+    doing = "was computing" if waits is None else f"was waiting in {waits}"
+    return f"rank {rank} {doing}; last call: {worlds[0].record.last}"
 
 
 def _end(watch: Watch, rank: int, error: BaseException, state: Callable[[], str], communicated: bool) -> None:

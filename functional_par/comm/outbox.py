@@ -30,13 +30,12 @@ class Outbox:
         while self._under_way and self._under_way[0][0].is_completed():
             self._under_way.popleft()
 
-    def drain(self) -> None:
-        """Return when everything has arrived; nothing may be added afterwards."""
+    def close(self) -> None:
+        """Forget what has not arrived, since nobody will receive it; nothing may be added afterwards."""
         if self._threaded:
             self._queue.put(None)
-            self._thread.join()
-        for work, _ in self._under_way:
-            work.wait()
+            self._thread.join(1.0)
+        self._under_way.clear()
 
     def _wait_for_each(self) -> None:
         while (sent := self._queue.get()) is not None:

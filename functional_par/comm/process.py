@@ -1,16 +1,15 @@
 """Ranks as processes, over torch.distributed: NCCL between GPUs, gloo between CPUs.
 
 Every process creates the same process groups in the same order, and a set of ranks has one group whatever it is called
-for. Nothing here waits for another rank except ``wait``, ``close`` and the creation of groups.
+for. Nothing here waits for another rank except ``wait`` and the creation of groups.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,14 +17,12 @@ from torch import Tensor
 
 from functional_par.comm import wire
 from functional_par.comm.base import Group, Handle, Op, Record, World
-from functional_par.comm.checks import check_member, check_peer, check_set, kind, named, standing_sets, typed
+from functional_par.comm.checks import check_member, check_peer, check_set, kind, standing_sets, typed
 from functional_par.comm.outbox import Outbox
 from functional_par.comm.solo import Done, SoloGroup
+from functional_par.comm.standing import Standing
 from functional_par.errors import CommError, MismatchError
 from functional_par.mesh import Mesh
-
-_TAGS = 1 << 29
-_UNWRITTEN = 0xA5
 
 
 class ProcessWorld(World):
@@ -39,11 +36,11 @@ class ProcessWorld(World):
         mesh.check_world(dist.get_world_size())
         self.mesh, self.rank, self.device = mesh, dist.get_rank(), torch.device(device)
         self.backend, self.record = dist.get_backend(), Record()
-        self.waits_for: tuple[str, tuple[int, ...]] | None = None
+        self.waits: _Call | None = None
         self._timeout = timedelta(seconds=timeout)
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(mesh.size)): dist.group.WORLD}
         self._lanes: dict[tuple[int, int], Any] = {}
-        self._places: Counter[Any] = Counter()
+        self._places: Counter[str] = Counter()
         self._outbox = Outbox(self.backend)
         self._create(standing_sets(mesh))
         self._open_lanes(lane for ring in mesh.groups("pp") for lane in _neighbours(ring))
@@ -59,19 +56,19 @@ class ProcessWorld(World):
 
     def send(self, x: Tensor, to: int, *, label: str = "pp") -> Handle:
         check_peer(self, to, "send to")
-        group, tag = self._lane(self.rank, to)
+        group, _, place = self._lane(self.rank, to)
         self.record.add(label, "send", x)
         x = x.detach().contiguous()
-        self._outbox.add(dist.isend(x, to, group, tag), x)
+        self._outbox.add(dist.isend(x, to, group, _tag(place)), x)
         return Done(x)
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, *, label: str = "pp") -> Handle:
         check_peer(self, source, "recv from")
-        group, tag = self._lane(source, self.rank)
+        group, key, place = self._lane(source, self.rank)
         x = torch.empty(shape, dtype=dtype, device=self.device)
         self.record.add(label, "recv", x)
-        unwritten = _mark_end(x)
-        work = dist.irecv(x, source, group, tag)
+        unwritten = wire.mark_end(x)
+        work = dist.irecv(x, source, group, _tag(place))
 
         def finish() -> Tensor:
             if unwritten():
@@ -81,17 +78,27 @@ class ProcessWorld(World):
                 )
             return x
 
-        return _Running(self, [work], finish, (source,))
+        return _Running(self, [work], finish, _Call("recv", label, x, key, place, (source,)))
 
     def start(self, group: ProcessGroup, op: Op, x: Tensor, donate: bool) -> Handle:
         """Start ``op`` on one of this world's groups."""
         view = wire.Wire(self._groups[group.ranks], group.ranks, group.index, self.backend)
-        tag = 2 * self._place(group.ranks) + 1
-        return _Running(self, *wire.start(view, op, x.detach(), donate, tag), group.ranks)
+        place = self._place(group.key)
+        works, finish = wire.start(view, op, x.detach(), donate, _tag(place) + 1)
+        return _Running(self, works, finish, _Call(op, group.label, x, group.key, place, group.ranks))
+
+    def standing(self) -> Standing | None:
+        """What this rank waits for, for the others to read; None while it computes."""
+        call = self.waits
+        return None if call is None else call.standing(self.record.last, dict(self._places))
+
+    def finished(self) -> Standing:
+        """What the others read once this rank has finished."""
+        return Standing(self.record.last, started=dict(self._places))
 
     def close(self) -> None:
-        """Return when everything that this rank sent has arrived."""
-        self._outbox.drain()
+        """Let go of what was sent; called when every rank has finished."""
+        self._outbox.close()
 
     def _create(self, sets: Iterable[tuple[int, ...]]) -> None:
         for ranks in sets:
@@ -111,21 +118,21 @@ class ProcessWorld(World):
                     dist.send(probe, to, group) if self.rank == source else dist.recv(probe, source, group)
                     torch.cuda.synchronize(self.device)
 
-    def _lane(self, source: int, to: int) -> tuple[Any, int]:
-        tag = 2 * self._place((source, to, "message"))
-        if self.backend != "nccl":
-            return dist.group.WORLD, tag
-        if (source, to) not in self._lanes:
+    def _lane(self, source: int, to: int) -> tuple[Any, str, int]:
+        """The process group for messages from one rank to another, their key, and the place of the next."""
+        group = dist.group.WORLD if self.backend != "nccl" else self._lanes.get((source, to))
+        if group is None:
             raise CommError(
                 f"rank {source} has no connection to rank {to}: pipeline neighbours have one; for others call "
                 f"world.prepare([{tuple(sorted((source, to)))}]) on every rank first."
             )
-        return self._lanes[source, to], tag
+        key = f"{source}>{to}"
+        return group, key, self._place(key)
 
-    def _place(self, what: Any) -> int:
-        place = self._places[what]
-        self._places[what] = place + 1
-        return place % _TAGS
+    def _place(self, key: str) -> int:
+        place = self._places[key]
+        self._places[key] = place + 1
+        return place
 
 
 class ProcessGroup(Group):
@@ -133,6 +140,7 @@ class ProcessGroup(Group):
 
     def __init__(self, world: ProcessWorld, ranks: tuple[int, ...], label: str) -> None:
         self.label, self.ranks, self.index = label, ranks, ranks.index(world.rank)
+        self.key = ",".join(map(str, ranks))
         self._world = world
 
     def start(self, op: Op, x: Tensor, *, donate: bool = False) -> Handle:
@@ -140,28 +148,42 @@ class ProcessGroup(Group):
         return self._world.start(self, op, x, donate)
 
 
+class _Call:
+    """What a handle waits for, kept so that it costs nothing until somebody has to read it."""
+
+    def __init__(
+        self, op: Op | Literal["recv"], label: str, x: Tensor, key: str, place: int, peers: tuple[int, ...]
+    ) -> None:
+        self._op, self._label, self._shape, self._dtype = op, label, x.shape, x.dtype
+        self._key, self._place, self._peers = key, place, peers
+
+    def __str__(self) -> str:
+        name = self._op if isinstance(self._op, str) else kind(self._op)
+        return f"{name} over {self._label} of {typed(self._shape, self._dtype)}"
+
+    def standing(self, last: str, started: dict[str, int]) -> Standing:
+        """For the other ranks to read."""
+        what = f"{self._op} of {typed(self._shape, self._dtype)}"
+        return Standing(last, str(self), what, self._key, self._place, self._peers, started)
+
+
 class _Running:
     """A collective or a receive under way. On NCCL ``wait`` orders the current stream and does not block the host."""
 
-    def __init__(
-        self, world: ProcessWorld, works: list[Any], finish: Callable[[], Tensor], ranks: tuple[int, ...]
-    ) -> None:
-        self._world, self._works, self._finish, self._ranks = world, works, finish, ranks
-        self._call = world.record.last
+    def __init__(self, world: ProcessWorld, works: list[Any], finish: Callable[[], Tensor], call: _Call) -> None:
+        self._world, self._works, self._finish, self._call = world, works, finish, call
         self._value: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self._value is None:
-            self._world.waits_for = self._call, self._ranks
+            self._world.waits = self._call
             try:
                 for work in self._works:
                     work.wait()
             except RuntimeError as error:
-                raise CommError(
-                    f"rank {self._world.rank}: {self._call} with {named(self._ranks)} did not complete: {error}"
-                ) from error
+                raise CommError(f"rank {self._world.rank}: {self._call} did not complete: {error}") from error
             finally:
-                self._world.waits_for = None
+                self._world.waits = None
             self._value = self._finish()
             self._works.clear()
             del self._finish
@@ -174,13 +196,6 @@ def _neighbours(ring: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(dict.fromkeys(lane for here, after in pairs for lane in ((here, after), (after, here))))
 
 
-def _mark_end(x: Tensor) -> Callable[[], bool]:
-    """Fill the last bytes of ``x`` with a pattern; the returned function tells whether they are still there.
-
-    gloo takes a message that is too short for its buffer without a word. (It aborts the process for one too long.)
-    """
-    if x.device.type != "cpu" or x.nbytes < 8:
-        return lambda: False
-    tail = x.view(-1)[-math.ceil(8 / x.itemsize) :].view(torch.uint8)
-    tail.fill_(_UNWRITTEN)
-    return lambda: bool((tail == _UNWRITTEN).all())
+def _tag(place: int) -> int:
+    """Even, so that the permutations of a group can have the odd ones."""
+    return 2 * (place % (1 << 29))
