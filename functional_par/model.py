@@ -209,9 +209,7 @@ def _reads(params: Mapping[str, Any], name: str, paths: Paths) -> tuple[Read, ..
 def _check_paths(name: str, paths: Any) -> None:
     named = paths.values() if isinstance(paths, Mapping) else paths
     if not isinstance(paths, (str, Mapping, Sequence)) or not all(isinstance(path, str) for path in named):
-        raise ModelError(
-            f"layer {name!r} has the paths {paths!r}: a dotted name, a list of them, or a dict of names."
-        )
+        raise ModelError(f"layer {name!r} has the paths {paths!r}: a dotted name, a list of them, or a dict of names.")
     if isinstance(paths, Mapping):
         list(tree.paths(dict.fromkeys(paths)))  # the local names are keys of a tree
 

@@ -47,7 +47,12 @@ class Tie(Transform):
         return replace(plan, model=model, specs=specs, aliases=aliases)
 
     def check(self, plan: Plan) -> None:
-        """Every owner that was named by rank lies in one data-parallel replica, on a stage that reads its leaf."""
+        """Every owner that was named by rank lies in one data-parallel replica, on a stage that reads its leaf.
+
+        The mesh of ones is the reference of every mesh, whose ranks it does not have.
+        """
+        if plan.mesh.size == 1:
+            return
         replicas: dict[tuple[int, ...], int] = {}
         for name, ranks in zip(self.names, self.ranks, strict=True):
             for rank in ranks or ():
