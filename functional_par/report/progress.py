@@ -108,4 +108,5 @@ class _Clock:
         self.spent += record["seconds"] if record["step"] > 1 else 0.0
         each = self.spent / (record["step"] - 1) if record["step"] > 1 else record["seconds"]
         minutes, seconds = divmod(round(each * (self.steps - record["step"])), 60)
-        return f"{minutes}:{seconds:02d}"
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
