@@ -13,6 +13,7 @@ import torch
 
 from functional_par.config import build, nanotron, reader, schema
 from functional_par.config.batch import Batch, resolve
+from functional_par.config.rule import Place
 from functional_par.config.sections import Sections
 from functional_par.mesh import Mesh
 
@@ -72,7 +73,7 @@ class Config:
         if nanotron.is_nanotron(data):
             data, names, notes = nanotron.translate(data, source)
         data = schema.override(Sections, data, overrides or {})
-        place = schema.Place(source, origins={**names, **(origins or {})})
+        place = Place(source, origins={**names, **(origins or {})})
         config = cls(schema.build(Sections, data, place), source, notes)
         config.check()
         return config

@@ -10,7 +10,8 @@ from typing import Any
 
 from functional_par.config import nanotron_keys as keys
 from functional_par.config.nanotron_keys import Aside, Move, Rule
-from functional_par.config.schema import Place, shown, unknown_key
+from functional_par.config.rule import Place
+from functional_par.config.words import shown, unknown_key
 from functional_par.errors import ConfigError
 
 

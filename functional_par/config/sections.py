@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from functional_par.config.schema import key
+from functional_par.config.rule import key
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 DTYPES = ("float32", "float64", "bfloat16")

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from functional_par.config import schema
+from functional_par.config.rule import Place
 from functional_par.config.sections import Sections
 from functional_par.errors import ConfigError
 
@@ -14,7 +15,7 @@ GOOD = {"model": MODEL, "tokens": TOKENS}
 
 
 def build(data, **origins):
-    return schema.build(Sections, data, schema.Place("x.yaml", origins=origins))
+    return schema.build(Sections, data, Place("x.yaml", origins=origins))
 
 
 def with_key(path, value):
