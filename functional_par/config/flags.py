@@ -89,10 +89,13 @@ class _Parser(argparse.ArgumentParser):
 
 def parser(description: str | None = None) -> argparse.ArgumentParser:
     """The parser of all flags that stand for a key, and of ``--config-file``."""
-    result = _Parser(description=description, allow_abbrev=False)
+    plain = argparse.RawDescriptionHelpFormatter
+    result = _Parser(description=description, allow_abbrev=False, formatter_class=plain)
     result.add_argument("--config-file", required=True, metavar="YAML", help="ours or nanotron's; see specs/")
     for flag in FLAGS:
-        how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if flag.kind is bool else {"type": flag.kind}
+        how: dict[str, Any] = {"type": flag.kind, "metavar": {int: "N", float: "X", str: "WORD"}.get(flag.kind)}
+        if flag.kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
         result.add_argument(flag.name, dest=flag.key, default=None, help=f"{flag.help} ({flag.key})", **how)
     return result
 
