@@ -67,7 +67,9 @@ def plain_llama(p: dict[str, Any], batch: dict[str, Tensor], sizes: dict[str, in
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)  # seq head
 
     def heads(y: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(y, weight.view(embed, embed)).view(*y.shape[:2], -1, head).transpose(1, 2)  # batch heads seq head
+        return (
+            F.linear(y, weight.view(embed, embed)).view(*y.shape[:2], -1, head).transpose(1, 2)
+        )  # batch heads seq head
 
     def turn(y: Tensor) -> Tensor:
         first, second = y.chunk(2, -1)
@@ -80,7 +82,9 @@ def plain_llama(p: dict[str, Any], batch: dict[str, Tensor], sizes: dict[str, in
         x = x + F.linear(y.transpose(1, 2).reshape(x.shape), block["attn"]["out"]["weight"].view(embed, embed))
         y = F.rms_norm(x, (embed,), block["norm2"]["weight"], 1e-5)
         mlp = block["mlp"]
-        x = x + F.linear(F.silu(F.linear(y, mlp["gate"]["weight"])) * F.linear(y, mlp["up"]["weight"]), mlp["down"]["weight"])
+        x = x + F.linear(
+            F.silu(F.linear(y, mlp["gate"]["weight"])) * F.linear(y, mlp["up"]["weight"]), mlp["down"]["weight"]
+        )
     logits = F.linear(F.rms_norm(x, (embed,), p["norm"]["weight"], 1e-5), p["head"]["weight"])
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
@@ -154,12 +158,21 @@ def main() -> None:
         spread = max(times) - min(times)
         row = {"model": args.model, "layout": "one", "who": who, "ms": statistics.median(times), "spread": spread}
         rows.append(row | {"rss_mb": runs[-1][2], "loss": runs[-1][1]})
-    table = Table("model", "layout", "who", "ms a step", "spread", "peak MB", "last loss", "time ratio", "memory ratio")
+    table = Table("model", "layout", "who", "ms", "spread", "peak MB", "time", "memory", title="one step, medians")
     for row in rows:
-        ratios = f"{row['ms'] / rows[0]['ms']:.3f}", f"{row['rss_mb'] / rows[0]['rss_mb']:.3f}"
-        numbers = f"{row['ms']:.1f}", f"{row['spread']:.1f}", f"{row['rss_mb']:.0f}", f"{row['loss']:.5f}"
-        table.add_row(row["model"], row["layout"], row["who"], *numbers, *ratios)
+        ratios = f"{row['ms'] / rows[0]['ms']:.3f}x", f"{row['rss_mb'] / rows[0]['rss_mb']:.3f}x"
+        table.add_row(
+            row["model"],
+            row["layout"],
+            row["who"],
+            f"{row['ms']:.1f}",
+            f"{row['spread']:.1f}",
+            f"{row['rss_mb']:.0f}",
+            *ratios,
+        )
     Console().print(table)
+    losses = {round(row["loss"], 4) for row in rows}
+    print(f"last loss of everyone: {losses.pop()}" if len(losses) == 1 else f"losses differ: {losses}")
     if args.json:
         with open(args.json, "w") as file:
             json.dump(rows, file, indent=1)
