@@ -191,6 +191,6 @@ def _check_finite(step: int, metrics: Metrics) -> None:
     for name in ("loss", "grad_norm"):
         if not math.isfinite(metrics[name]):
             raise NonFiniteError(
-                f"step {step}: {name} is {metrics[name]}. The state is unchanged. Lower the learning rate, clip gradients, "
+                f"step {step + 1}: {name} is {metrics[name]}. The state is unchanged. Lower the learning rate, clip gradients, "
                 "or look at the data of this step."
             )
