@@ -96,6 +96,8 @@ def _end(watch: Watch, rank: int, error: BaseException, state: Callable[[], str]
     # A number that is not finite is the same on every rank, like a mistake found before the first call.
     agreed = isinstance(error, NonFiniteError) or not communicated
     if isinstance(error, ParallelError) and agreed and watch.refused(error):
+        if dist.is_initialized():
+            dist.destroy_process_group()
         if rank != 0:
             _leave_it_to_rank_0()
         return
