@@ -50,6 +50,8 @@ def run_process(
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
         worlds.append(ProcessWorld(mesh, device, timeout))
         result = main(worlds[0])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         watch.finish(worlds[0].finished())
         worlds[0].close()
     except BaseException as error:

@@ -2,6 +2,9 @@
 
 Duals are taken in the inner product of the types: a varying value is summed over the ranks, a replicated one counts
 once. Nothing here knows axis names (``par`` does) or backends, and nothing ever modifies an input.
+
+They work under ``torch.func.vjp``, ``grad``, ``vmap`` and ``jvp``, nested as one likes, and under plain autograd. (torch
+keeps the level of forward-mode AD in the process, so ranks that are threads cannot each enter ``jvp`` by themselves.)
 """
 
 from __future__ import annotations
