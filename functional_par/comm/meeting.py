@@ -24,13 +24,13 @@ class Meeting:
     who take, together.
     """
 
-    def __init__(self, hub: Hub, ranks: tuple[int, ...], op: Op) -> None:
+    def __init__(self, hub: Hub, ranks: tuple[int, ...]) -> None:
         self.visits = 0
-        self._hub, self._ranks, self._op = hub, ranks, op
+        self._hub, self._ranks = hub, ranks
+        self._first: tuple[int, Op, Tensor, str] | None = None
         self._arrived = Gate(ranks)
         self._inputs: list[Any] = [None] * len(ranks)
         self._outputs: list[Any] = [None] * len(ranks)
-        self._calls: list[str] = [""] * len(ranks)
         self._shared: local.SharedReduction | None = None
         self._reduced: Gate | None = None
 
@@ -53,13 +53,13 @@ class Meeting:
     def take(self, rank: int, index: int, what: str) -> Tensor:
         """The result of the group's rank ``index``, once all inputs are there."""
         self._hub.wait(rank, self._arrived, what)
+        assert self._first is not None
+        op = self._first[1]
         if self._shared is not None and self._reduced is not None:
             if self._shared.work():
                 self._hub.open(self._reduced)
             self._hub.wait(rank, self._reduced, what)
-        if isinstance(self._op, AllReduce):
-            return self._outputs[index]
-        return local.outcome(self._op, self._inputs, index)
+        return self._outputs[index] if isinstance(op, AllReduce) else local.outcome(op, self._inputs, index)
 
     def _reduce(self, op: AllReduce, large: bool) -> None:
         if large:
@@ -69,16 +69,14 @@ class Meeting:
             self._outputs = [total, *(total.clone() for _ in self._ranks[1:])]
 
     def _check(self, index: int, x: Tensor, op: Op, call: str) -> None:
-        self._calls[index] = call
-        for other, there in enumerate(self._inputs):
-            if there is not None:
-                if (op, x.dtype, x.shape) != (self._op, there.dtype, there.shape):
-                    raise MismatchError(
-                        f"rank {self._ranks[other]} entered {self._calls[other]} ({self._op}), but rank "
-                        f"{self._ranks[index]} entered {call} ({op}). All ranks of a group call the same collectives "
-                        f"on the same shapes in the same order."
-                    )
-                return
+        if self._first is None:
+            self._first = index, op, x, call
+        other, first_op, there, first_call = self._first
+        if (op, x.dtype, x.shape) != (first_op, there.dtype, there.shape):
+            raise MismatchError(
+                f"rank {self._ranks[other]} entered {first_call} ({first_op}), but rank {self._ranks[index]} entered "
+                f"{call} ({op}). All ranks of a group call the same collectives on the same shapes in the same order."
+            )
 
 
 class Message:

@@ -97,7 +97,7 @@ class ThreadWorld(World):
         self._hub.check(self.rank)
         ranks = group.ranks
         key = ranks, self._place(ranks)
-        meeting = self._board.join(key, lambda: Meeting(self._hub, ranks, op), visits=len(ranks))
+        meeting = self._board.join(key, lambda: Meeting(self._hub, ranks), visits=len(ranks))
         call = self.record.last
         meeting.bring(group.index, x.detach(), op, donate, call)
         return _Pending(self.rank, meeting, call, group.index)
