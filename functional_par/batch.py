@@ -35,7 +35,8 @@ def share_of(plan: Plan, world: World, batch: Any) -> Share:
     """Read this rank's rows of a global batch.
 
     Raises:
-        DataError: no rows, rows that replicas and microbatches do not divide, or fields that the model does not take.
+        DataError: no rows, rows that replicas and microbatches do not divide, another number of rows than was asked for, or
+            fields that the model does not take.
     """
     if isinstance(batch, Mapping):
         whole = batch
@@ -52,13 +53,17 @@ def share_of(plan: Plan, world: World, batch: Any) -> Share:
         )
     pieces = plan.replicas * plan.microbatches
     if size < 1 or size % pieces:
-        factors = " * ".join(f"{axis}={getattr(plan.mesh, axis)}" for axis in plan.data_axes) or "1 replica"
+        factors = " * ".join(f"{axis}={getattr(plan.mesh, axis)}" for axis in plan.data_axes)
+        replicas = f"{factors} replicas" if factors else "1 replica"
         raise DataError(
-            f"a batch of {size} rows does not divide into {factors} replicas times {plan.microbatches} microbatches "
+            f"a batch of {size} rows does not divide into {replicas} times {plan.microbatches} microbatches "
             f"({size} / {pieces}). Use a multiple of {pieces} rows."
         )
     share, index = size // plan.replicas, plan.replica(world.rank)
-    fields = dict(read(index * share, (index + 1) * share))
+    start, stop = index * share, (index + 1) * share
+    fields = dict(read(start, stop))
+    if (got := _common_size(fields)) != share:
+        raise DataError(f"batch.rows({start}, {stop}) returned {got} rows, but {share} were asked for.")
     _check_fields(plan.model, fields)
     return Share({name: x.to(world.device) for name, x in fields.items()}, share // plan.microbatches)
 

@@ -82,9 +82,9 @@ class Totals:
         return parts
 
     def _combine(self, parts: list[float]) -> float:
-        if math.isinf(self.norm):
-            return max(parts, default=0.0)
-        return math.fsum(parts) ** (1.0 / self.norm) if all(map(math.isfinite, parts)) else math.nan
+        if not all(map(math.isfinite, parts)):
+            return math.nan
+        return max(parts, default=0.0) if math.isinf(self.norm) else math.fsum(parts) ** (1.0 / self.norm)
 
 
 def clip_coefficient(norm: float, clip: float | None) -> float:

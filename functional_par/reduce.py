@@ -64,8 +64,7 @@ def groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
     found = set()
     for axes, stages in owed:
         for group in plan.mesh.groups(*axes):
-            inside = stages if "pp" in axes else tuple(range(plan.mesh.pp))
-            found.add(tuple(rank for rank in group if plan.mesh.coords(rank).pp in inside))
+            found.add(tuple(rank for rank in group if plan.mesh.coords(rank).pp in stages))
     return tuple(sorted(group for group in found if len(group) > 1))
 
 
