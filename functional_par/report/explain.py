@@ -86,9 +86,9 @@ def _leaves(plan: Plan) -> str:
             " ".join(_owed(plan, spec, notes)) or ("nothing" if spec.trainable else "frozen"),
             _collective(plan, spec, labels.get(path, "")),
         )
-        rows.setdefault((re.sub(r"\d+", "#", path), *columns), []).append(path)
+        rows.setdefault(columns, []).append(path)
     head = ("leaf", "spec", "local shape", "stages", "owes [why]", "paid by, bytes")
-    body = [(collapse(paths), *key[1:]) for key, paths in rows.items()]
+    body = [(name, *columns) for columns, paths in rows.items() for name in braces(paths)]
     why = "\n".join(f"[{number}] {note}" for note, number in notes.items())
     return table([head, *body]) + ("\n\n" + why if why else "")
 
@@ -149,6 +149,31 @@ def collapse(names: Iterable[str]) -> str:
         before, number, after = match.groups() if match else (name, "-1", "")
         grouped.setdefault((before, after), []).append(int(number))
     return " ".join(f"{a}{ranges(n) if n[0] >= 0 else ''}{b}" for (a, b), n in grouped.items())
+
+
+def braces(paths: Sequence[str]) -> list[str]:
+    """Dotted paths with those that differ in one component alone as one, the last components first.
+
+    >>> braces(["blocks.0.attn.q", "blocks.0.attn.k", "blocks.1.attn.q", "blocks.1.attn.k", "norm"])
+    ['blocks.0-1.attn.{q,k}', 'norm']
+    """
+    split = [tuple(path.split(".")) for path in paths]
+    for place in range(max(map(len, split))):
+        merged: dict[tuple[str, ...], list[str]] = {}
+        for parts in split:
+            at = len(parts) - 1 - place
+            key = (*parts[:at], "", *parts[at + 1 :]) if at >= 0 else parts
+            merged.setdefault(key, []).append(parts[at] if at >= 0 else "")
+        split = [tuple(part or _either(options) for part in key) for key, options in merged.items()]
+    return [".".join(parts) for parts in split]
+
+
+def _either(options: Sequence[str]) -> str:
+    if len(options) == 1:
+        return options[0]
+    if all(option.isdigit() for option in options):
+        return ranges([int(option) for option in options])
+    return "{" + ",".join(options) + "}"
 
 
 def ranges(numbers: Sequence[int]) -> str:
