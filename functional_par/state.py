@@ -45,7 +45,7 @@ class State:
     @property
     def flat_opt(self) -> dict[str, dict[str, Tensor]]:
         """Optimizer state: slot, then dotted path."""
-        return dict(self._alive(self._opt))
+        return {slot: dict(leaves) for slot, leaves in self._alive(self._opt).items()}
 
     @property
     def params(self) -> dict[str, Any]:
