@@ -1,0 +1,28 @@
+"""The README's Python blocks run, and print what the README says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+PAIRS = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
+
+
+def runs(index: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
+    source = tmp_path / "example.py"
+    source.write_text(PAIRS[index][0])
+    exec(compile(source.read_text(), str(source), "exec"), {"__name__": "example"})
+    return capsys.readouterr().out
+
+
+def test_the_readme_has_python_with_output() -> None:
+    assert len(PAIRS) == 3
+
+
+@pytest.mark.parametrize("index", range(len(PAIRS)))
+def test_a_block_prints_what_the_readme_shows(index: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def without_folder(text: str) -> str:
+        return re.sub(r"\S*/example\.py", "example.py", text)
+
+    assert without_folder(runs(index, capsys, tmp_path)).split() == without_folder(PAIRS[index][1]).split()
