@@ -55,7 +55,7 @@ class Layer:
             return leaves[self.reads[0].path]
         return tree.unflatten({read.local: leaves[read.path] for read in self.reads})
 
-    @property
+    @cached_property
     def paths(self) -> tuple[str, ...]:
         """Paths of the leaves it reads, each once."""
         return tuple(dict.fromkeys(read.path for read in self.reads))

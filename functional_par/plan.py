@@ -136,7 +136,8 @@ class Plan:
     def finish(self) -> Plan:
         """Give every leaf its stages and its debts; raises what only the whole plan reveals."""
         self._check_axes()
-        staged = {path: replace(spec, stages=self._owners(path)) for path, spec in self.specs.items()}
+        owners = self._owners()
+        staged = {path: replace(spec, stages=owners[path]) for path, spec in self.specs.items()}
         debts = replace(self, specs=staged).trace().debts
         specs = {}
         for path, spec in staged.items():
@@ -148,8 +149,13 @@ class Plan:
             )
         return replace(self, specs=specs)
 
-    def _owners(self, path: str) -> tuple[int, ...]:
-        return tuple(sorted({self.stage_of[layer.name] for layer in self.model.all_layers if path in layer.paths}))
+    def _owners(self) -> dict[str, tuple[int, ...]]:
+        """Stages that read each leaf."""
+        stages: dict[str, set[int]] = {path: set() for path in self.specs}
+        for layer in self.model.all_layers:
+            for path in layer.paths:
+                stages[path].add(self.stage_of[layer.name])
+        return {path: tuple(sorted(found)) for path, found in stages.items()}
 
     def _check_axes(self) -> None:
         for axis, size in self.mesh.sizes.items():

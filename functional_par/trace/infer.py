@@ -17,17 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from functional_par.errors import MissingCollective, ModelError, ParallelError
+from functional_par.errors import MissingCollective
 from functional_par.model import LOSS, Layer, Model
 from functional_par.spec import Debt
+from functional_par.trace.call import follow_call
+from functional_par.trace.dual import check_backward
+from functional_par.trace.follow import Typing
+from functional_par.trace.outputs import check_loss, check_output, location
 from functional_par.trace.par import TracePar
-from functional_par.trace.place import Place
-from functional_par.trace.values import Abstract, Axes, Source, Typing, Use, Value, names, order
+from functional_par.trace.values import NONE, Abstract, Axes, Source, Use, Value, names, order, quoted
 
 
 @dataclass(frozen=True)
@@ -93,11 +99,12 @@ def trace(model: Model, setting: Setting) -> Trace:
     for layer in model.all_layers:
         layers[layer.name] = tracer.layer(layer, x)
         x = layers[layer.name].output
-    _check_loss(layers[LOSS], setting)
-    uses = [use for entry in layers.values() for use in entry.uses]
-    return Trace(
-        layers, {path: _debts(path, uses) for path in model.leaves}, tracer.batch, tuple(sorted(tracer.merged))
-    )
+    final = check_loss(model.loss, layers[LOSS].output, setting.data)
+    uses: dict[str, list[Use]] = {path: [] for path in model.leaves}
+    for use in chain(final, *(entry.uses for entry in layers.values())):
+        uses[use.source.path].append(use)
+    debts = {path: _debts(path, own) for path, own in uses.items()}
+    return Trace(layers, debts, tracer.batch, tuple(sorted(tracer.merged)))
 
 
 class _Tracer:
@@ -123,13 +130,33 @@ class _Tracer:
         leaves = [self.leaf(path) for path in layer.paths]
         flat_x, structure = pytree.tree_flatten(x)
         actual = [leaf.value.sources for leaf in (*leaves, *flat_x)]
-        slots = [_with_slot(leaf, i) for i, leaf in enumerate((*leaves, *flat_x))]
-        local = tuple((read.local, layer.paths.index(read.path)) for read in layer.reads)
-        key = (layer.fn, local, tuple(slots), structure)
+        slots = tuple(_with_slot(leaf, i) for i, leaf in enumerate((*leaves, *flat_x)))
+        numbers = {path: i for i, path in enumerate(layer.paths)}
+        local = tuple((read.local, numbers[read.path]) for read in layer.reads)
+        # By identity: a callable may compare equal to another that computes something else.
+        key = (id(layer.fn), local, slots, structure)
         if key not in self.memo:
-            parameters = dict(zip(layer.paths, slots, strict=False))
-            self.memo[key] = _run(layer, parameters, pytree.tree_unflatten(slots[len(leaves) :], structure), self)
+            self.memo[key] = self._run(layer, slots, structure)
         return _fill(self.memo[key], layer.name, actual)
+
+    def _run(self, layer: Layer, slots: tuple[Abstract, ...], structure: Any) -> LayerTrace:
+        """Call one layer function on meta tensors, then its backward, and collect what they did."""
+        typing = Typing(layer.name)
+        batch = {name: typing.input(leaf) for name, leaf in self.batch.items()}
+        inputs = [typing.input(slot) for slot in slots]
+        chosen = layer.select(dict(zip(layer.paths, inputs, strict=False)))
+        x = pytree.tree_unflatten(inputs[len(layer.paths) :], structure)
+        par = TracePar(typing, self.setting, MappingProxyType(batch))
+        output = follow_call(layer, typing, batch, lambda: layer.fn(chosen, x, par))
+        flat = pytree.tree_leaves(check_output(layer, output))
+        entry = LayerTrace(pytree.tree_map(typing.abstract, output), tuple(dict.fromkeys(typing.uses)), typing.work)
+        carriers = [i for i, slot in enumerate(slots) if slot.value.grad]
+        named = [(_input_name(layer, i), inputs[i]) for i in carriers]
+        owed = {at: _owed(entry, i) for at, i in enumerate(carriers)}
+        tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
+        follow_call(layer, typing, batch, lambda: check_backward(typing, named, tensors, owed, location(layer)))
+        self.merged |= par.merged
+        return entry
 
 
 def _with_slot(leaf: Abstract, index: int) -> Abstract:
@@ -154,61 +181,19 @@ def _fill(entry: LayerTrace, name: str, actual: list[frozenset[Source]]) -> Laye
     return LayerTrace(pytree.tree_map(fill, entry.output), uses, entry.work)
 
 
-def _run(layer: Layer, parameters: dict[str, Abstract], x: Any, tracer: _Tracer) -> LayerTrace:
-    """Call one layer function on meta tensors and collect what it did."""
-    typing = Typing(layer.name)
-    batch = {name: typing.input(leaf) for name, leaf in tracer.batch.items()}
-    if x is tracer.batch or (isinstance(x, dict) and x == tracer.batch):
-        inputs: Any = batch
-    else:
-        inputs = pytree.tree_map(lambda leaf: typing.input(leaf) if isinstance(leaf, Abstract) else leaf, x)
-    chosen = layer.select({path: typing.input(leaf) for path, leaf in parameters.items()})
-    par = TracePar(typing, tracer.setting, batch)
-    output = _call(layer, chosen, inputs, par, typing)
-    tracer.merged |= par.merged
-    return LayerTrace(pytree.tree_map(typing.abstract, output), tuple(typing.uses), typing.work)
+def _input_name(layer: Layer, index: int) -> str:
+    return layer.paths[index] if index < len(layer.paths) else "the activation that enters the layer"
 
 
-def _call(layer: Layer, chosen: Any, inputs: Any, par: TracePar, typing: Typing) -> Any:
-    try:
-        with torch.no_grad(), torch.device("meta"), typing:
-            return layer.fn(chosen, inputs, par)
-    except ParallelError:
-        raise
-    except Exception as error:
-        place = Place.of_exception(error)
-        hint = ""
-        if "meta tensors" in str(error) or "aten::_local_scalar_dense" in str(error):
-            hint = (
-                " The function runs on tensors without data, so it must not turn a tensor into a Python number or branch"
-                " on one; use torch.where."
-            )
-        elif isinstance(error, KeyError):
-            hint = (
-                f" The batch is described with the fields {', '.join(par.batch)}; describe others with"
-                " fp.Model(..., batch={name: fp.Input(shape, dtype)})."
-            )
-        raise ModelError(
-            f"layer {layer.name!r} failed while it was traced, at {place}: {type(error).__name__}: {error}.{hint}"
-        ) from error
+def _owed(entry: LayerTrace, index: int) -> Axes:
+    """The axes over which the gradient of one input is partial, by all its uses and by what leaves the layer."""
+    leaves = [leaf for leaf in pytree.tree_leaves(entry.output) if isinstance(leaf, Abstract)]
+    sources = [use.source for use in entry.uses] + [source for leaf in leaves for source in leaf.value.sources]
+    return NONE.union(*(source.owed for source in sources if source.path == f"#{index}"))
 
 
-def _check_loss(entry: LayerTrace, setting: Setting) -> None:
-    total = entry.output[0] if isinstance(entry.output, tuple) and len(entry.output) == 2 else None
-    if not isinstance(total, Abstract) or total.shape != ():
-        raise ModelError("the loss returns a pair (sum, count) whose sum is a tensor without dims.")
-    if not total.value.grad:
-        raise ModelError("the loss does not depend on any trainable parameter.")
-    if extra := order(total.value.axes - setting.data):
-        raise MissingCollective(
-            f"the loss differs along {names(extra)}: every rank would train on a loss of its own. "
-            f"Sum its parts with par.psum(x, {', '.join(map(repr, extra))}), in the loss or in the layer before."
-        )
-
-
-def _debts(path: str, uses: list[Use]) -> tuple[Debt, ...]:
+def _debts(path: str, own: list[Use]) -> tuple[Debt, ...]:
     """What a leaf owes by all its uses, which must agree."""
-    own = [use for use in uses if use.source.path == path]
     if not own:
         return ()
     most = max(own, key=lambda use: len(use.source.owed))
@@ -218,7 +203,7 @@ def _debts(path: str, uses: list[Use]) -> tuple[Debt, ...]:
             raise MissingCollective(
                 f"{path} is read whole in one place ({use}) and by computation that is split along {names(axes)} in "
                 f"another ({most}). One sum at the end would be wrong for one of them: write "
-                f"par.pvary(w, {', '.join(map(repr, axes))}) where it meets the split computation."
+                f"par.pvary(w, {quoted(axes)}) where it meets the split computation."
             )
     return tuple(
         Debt(axis, f"meets data that differ along {axis}", most.layer, str(most.place))

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import linecache
+import os
 import sys
 import traceback
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import Any
 
 import einops
 import torch
 
 import functional_par
 
-_PACKAGE = str(Path(functional_par.__file__).parent)
-_OUTSIDE = (str(Path(torch.__file__).parent), str(Path(einops.__file__).parent))
-_MACHINERY = tuple(f"{_PACKAGE}/{part}" for part in ("trace/", "par.py", "comm/"))
-_BRICKS = f"{_PACKAGE}/nn/"
+_PACKAGE = str(Path(functional_par.__file__).parent) + os.sep
+_OUTSIDE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, einops))
+_GENERATED = ("<frozen ", "<__array_function__", "<eval_with_key>", "<@")
+_MACHINERY = tuple(_PACKAGE + part for part in (f"trace{os.sep}", f"comm{os.sep}", "par.py"))
+_BRICKS = f"{_PACKAGE}nn{os.sep}"
+_CALLER = f"{_PACKAGE}trace{os.sep}infer.py"
 
 
 @dataclass(frozen=True)
@@ -36,33 +43,39 @@ class Place:
         return f"{shown}{inside}" + (f": `{code}`" if code else "")
 
     @classmethod
-    def of_exception(cls, error: BaseException) -> Place:
+    def of_exception(cls, error: BaseException) -> Place | None:
         """The innermost line of the traceback that is not the library's or torch's."""
         frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(error.__traceback__)]
-        return _first(list(reversed(frames)))
+        return _first(reversed(frames))
+
+    @classmethod
+    def of_function(cls, function: Callable[..., Any]) -> Place | None:
+        """The line on which a function is defined."""
+        while isinstance(function, functools.partial):
+            function = function.func
+        function = inspect.unwrap(function)
+        found = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+        return cls(found.co_filename, found.co_firstlineno) if isinstance(found, CodeType) else None
 
 
-def here() -> Place:
-    """The line of a layer function that is running now."""
+def here() -> Place | None:
+    """The line of a layer function that is running now; None in a backward, which runs lines of nobody."""
     frames = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != _CALLER:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        if frame.f_code.co_filename.endswith("trace/infer.py"):
-            break
         frame = frame.f_back
     return _first(frames)
 
 
-def _first(frames: list[tuple[str, int, str]]) -> Place:
+def _first(frames: Iterable[tuple[str, int, str]]) -> Place | None:
     """The first frame, from the inside out, that belongs to the author of the layer."""
     inside = ""
     for file, line, function in frames:
-        if file.startswith((*_OUTSIDE, *_MACHINERY)) or file.startswith("<"):
+        if file.startswith((*_OUTSIDE, *_MACHINERY, *_GENERATED)):
             continue
         if file.startswith(_BRICKS):
             inside = f"fp.nn.{function}"
             continue
         return Place(file, line, inside)
-    file, line, _ = frames[-1]
-    return Place(file, line)
+    return None

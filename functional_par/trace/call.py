@@ -1,0 +1,67 @@
+"""Calls a layer function while its operations are followed, and tells whatever goes wrong with the layer and the line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from functional_par.errors import ModelError, ParallelError
+from functional_par.model import Layer
+from functional_par.trace.follow import Literals, Typing
+from functional_par.trace.outputs import location
+from functional_par.trace.place import Place
+
+
+def follow_call(layer: Layer, typing: Typing, batch: Iterable[str], function: Callable[[], Any]) -> Any:
+    """Call a function of no arguments. Derivatives are on, as they are when the layer runs.
+
+    Raises:
+        ParallelError: what the function raised, told with the layer and the line.
+    """
+    try:
+        with torch.enable_grad(), torch.device("meta"), typing, Literals(typing):
+            return function()
+    except ParallelError as error:
+        if str(error).startswith("layer "):
+            raise
+        raise type(error)(f"{_place(layer, error)}: {error}") from error
+    except Exception as error:
+        place = Place.of_exception(error) or location(layer)
+        raise ModelError(
+            f"layer {layer.name!r} failed while it was traced, at {place}: {type(error).__name__}: {error}."
+            f"{_hint(error, batch)}"
+        ) from error
+
+
+def _hint(error: Exception, batch: Iterable[str]) -> str:
+    if "aten::nonzero" in str(error) or "aten::masked_select" in str(error):
+        return " A shape must not depend on the values of a tensor: use torch.where with the mask instead of indexing with it."
+    if any(sign in str(error) for sign in _NUMBERS):
+        return (
+            " The function runs on tensors without data, so it must not turn a tensor into a Python number or branch on one;"
+            " use torch.where."
+        )
+    if isinstance(error, KeyError):
+        return (
+            f" The batch is described with the fields {', '.join(batch)}; describe others with fp.Model(..., "
+            "batch={name: fp.Input(shape, dtype)})."
+        )
+    return ""
+
+
+_NUMBERS = (
+    "meta tensors",
+    "Meta tensors",
+    "'Meta' backend",
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "to a scalar",
+)
+"""By these words torch says that it has no data."""
+
+
+def _place(layer: Layer, error: BaseException) -> str:
+    place = Place.of_exception(error)
+    return f"layer {layer.name!r}, {place}" if place else location(layer)

@@ -1,0 +1,298 @@
+"""Collectives as maps on types: from what varies to what is the same, and back. Each knows its transpose, which the
+backward of a traced layer applies, so that derivatives taken inside a layer are followed too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from functional_par.errors import SuperfluousCollective, TraceError
+from functional_par.trace.follow import Typing
+from functional_par.trace.values import Axes, Value, names, order
+
+
+@dataclass(frozen=True, eq=False)
+class Rule(ABC):
+    """One call of a collective; opaque to torch.
+
+    Attributes:
+        typing: knows the values.
+        active: the axes along which it communicates and that some transform uses.
+        size: number of ranks along them.
+        label: how the user wrote it.
+        where: layer and line of the call.
+    """
+
+    typing: Typing
+    active: Axes
+    size: int
+    label: str
+    where: str
+
+    differentiable: ClassVar[bool] = True
+
+    def run(self, x: Tensor) -> Tensor:
+        """A new meta tensor of the result's shape and type.
+
+        Raises:
+            SuperfluousCollective: for an input of the wrong type.
+        """
+        value = self.typing.value(x)
+        try:
+            after = self.typed(value)
+        except TraceError:
+            # Zeros and other constants of a backward belong to no rank.
+            if not self.typing.backward or value.cotangent:
+                raise
+            after = value
+        if not self.typing.backward:
+            self.typing.keep(x)
+        return self.typing.emit(self.shape(list(x.shape)), x, after)
+
+    @abstractmethod
+    def typed(self, value: Value) -> Value:
+        """Type of the result."""
+
+    @abstractmethod
+    def dual(self) -> Rule:
+        """The transpose."""
+
+    def shape(self, shape: list[int]) -> list[int]:
+        """Shape of the result."""
+        return shape
+
+    def batched(self) -> Rule:
+        """The same on values with one more dim in front."""
+        return self
+
+    def become(self, kind: type[Rule], **more: Any) -> Rule:
+        """A rule of another kind about the same axes, for the transpose."""
+        label = self.label if self.label.startswith("the transpose") else f"the transpose of {self.label}"
+        return kind(self.typing, self.active, self.size, label, self.where, **more)
+
+    def varying(self, value: Value) -> None:
+        """Refuse a value that does not vary over all the axes."""
+        if same := order(self.active - value.axes):
+            self.refuse(
+                f"{self.label} over {names(same)} of a value that is already the same on every rank of {names(same)}; "
+                f"a sum would be {' * '.join(same)} times too large. Leave {names(same)} out, or write par.pvary first if "
+                "every rank is meant to contribute."
+            )
+
+    def refuse(self, message: str) -> NoReturn:
+        raise SuperfluousCollective(f"{self.where}: {message}")
+
+
+class Sum(Rule):
+    """``psum``: varying -> replicated."""
+
+    def typed(self, value: Value) -> Value:
+        self.varying(value)
+        return _made_same(value, self.active)
+
+    def dual(self) -> Rule:
+        return self.become(Vary)
+
+
+class Max(Rule):
+    """``pmax``: varying -> replicated, without a derivative."""
+
+    differentiable = False
+
+    def typed(self, value: Value) -> Value:
+        self.varying(value)
+        return Value(value.axes - self.active, data=value.data, cotangent=value.cotangent)
+
+    def dual(self) -> Rule:
+        raise NotImplementedError("pmax has no derivative")
+
+
+class Vary(Rule):
+    """``pvary``: replicated -> varying."""
+
+    def typed(self, value: Value) -> Value:
+        if already := names(order(self.active & value.axes)):
+            self.refuse(
+                f"{self.label} over {already} of a value that already differs along {already}; its cotangent would be "
+                f"summed once too often. Leave {already} out."
+            )
+        return replace(value, axes=value.axes | self.active)
+
+    def dual(self) -> Rule:
+        return self.become(Sum)
+
+
+@dataclass(frozen=True, eq=False)
+class Gather(Rule):
+    """``all_gather``: varying -> varying or replicated."""
+
+    dim: int
+    replicated: bool
+
+    def typed(self, value: Value) -> Value:
+        self.varying(value)
+        return _made_same(value, self.active) if self.replicated else value
+
+    def shape(self, shape: list[int]) -> list[int]:
+        return resized(shape, self.dim, shape[self.dim] * self.size)
+
+    def dual(self) -> Rule:
+        return self.become(Slice if self.replicated else Scatter, dim=self.dim)
+
+    def batched(self) -> Rule:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Slice(Rule):
+    """``slice``: replicated -> varying."""
+
+    dim: int
+
+    def typed(self, value: Value) -> Value:
+        if already := names(order(self.active & value.axes)):
+            self.refuse(
+                f"{self.label} over {already} of a value that differs along {already}: every rank would cut another tensor. "
+                "Use par.reduce_scatter for partial sums, or par.take for a window of a rank's own value."
+            )
+        return replace(value, axes=value.axes | self.active)
+
+    def shape(self, shape: list[int]) -> list[int]:
+        return resized(shape, self.dim, shape[self.dim] // self.size)
+
+    def dual(self) -> Rule:
+        return self.become(Gather, dim=self.dim, replicated=True)
+
+    def batched(self) -> Rule:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Scatter(Rule):
+    """``reduce_scatter``: varying -> varying."""
+
+    dim: int
+
+    def typed(self, value: Value) -> Value:
+        self.varying(value)
+        return value
+
+    def shape(self, shape: list[int]) -> list[int]:
+        return resized(shape, self.dim, shape[self.dim] // self.size)
+
+    def dual(self) -> Rule:
+        return self.become(Gather, dim=self.dim, replicated=False)
+
+    def batched(self) -> Rule:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Take(Rule):
+    """``take``: any -> varying. A replicated leaf owes, a replicated activation is refused."""
+
+    dim: int
+    length: int
+    full: int
+
+    def typed(self, value: Value) -> Value:
+        axes = value.axes | self.active
+        if self.typing.backward or not value.grad:
+            return replace(value, axes=axes)
+        return replace(value, axes=axes, sources=self.typing.meet(value, axes - value.axes))
+
+    def shape(self, shape: list[int]) -> list[int]:
+        return resized(shape, self.dim, self.length)
+
+    def dual(self) -> Rule:
+        return self.become(Place, dim=self.dim, length=self.length, full=self.full)
+
+    def batched(self) -> Rule:
+        return replace(self, dim=self.dim + 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Place(Take):
+    """The window in zeros: any -> varying."""
+
+    def shape(self, shape: list[int]) -> list[int]:
+        return resized(shape, self.dim, self.full)
+
+    def dual(self) -> Rule:
+        return self.become(Take, dim=self.dim, length=self.length, full=self.full)
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange(Rule):
+    """``all_to_all``: varying -> varying."""
+
+    split: int
+    concat: int
+
+    def typed(self, value: Value) -> Value:
+        self.varying(value)
+        return value
+
+    def shape(self, shape: list[int]) -> list[int]:
+        shape = resized(shape, self.split, shape[self.split] // self.size)
+        return resized(shape, self.concat, shape[self.concat] * self.size)
+
+    def dual(self) -> Rule:
+        return self.become(Exchange, split=self.concat, concat=self.split)
+
+    def batched(self) -> Rule:
+        return replace(self, split=self.split + 1, concat=self.concat + 1)
+
+
+class Permute(Rule):
+    """``ppermute``: varying -> varying."""
+
+    def typed(self, value: Value) -> Value:
+        self.varying(value)
+        return value
+
+    def dual(self) -> Rule:
+        return self.become(Permute)
+
+
+def apply(x: Tensor, rule: Rule) -> Tensor:
+    """Run a rule so that derivatives, also those taken inside the layer, apply its transpose."""
+    return _Apply.apply(x, rule)
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, rule: Rule) -> Tensor:
+        return rule.run(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Rule], output: Tensor) -> None:
+        ctx.rule = inputs[1]
+        if not ctx.rule.differentiable:
+            ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return (apply(cotangent, ctx.rule.dual()) if ctx.rule.differentiable else None), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor | None:
+        return apply(tangent, ctx.rule) if ctx.rule.differentiable else None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, rule: Rule) -> tuple[Tensor, int]:
+        return apply(x.movedim(in_dims[0], 0), rule.batched()), 0
+
+
+def resized(shape: list[int], dim: int, size: int) -> list[int]:
+    """The shape with another size in one dim."""
+    return [*shape[:dim], size, *shape[dim + 1 :]]
+
+
+def _made_same(value: Value, axes: Axes) -> Value:
+    return replace(value, axes=value.axes - axes, closed=value.closed | axes)
