@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -429,3 +430,104 @@ def test_initial_values_do_not_depend_on_the_layout_and_follow_the_seed():
         for path, x in initial(mesh, 5).items():
             assert torch.equal(x, one[path])
     assert not torch.equal(initial(Mesh(), 6)["embed.weight"], one["embed.weight"])
+
+
+def test_ties_of_norms_and_of_whole_key_heads_over_stages_sum_over_tp_too():
+    """What nanotron skips: a leaf that is tied over stages and partial over tp needs both sums."""
+    model = small_llama(13, blocks=2, seq=SEQ, kv_heads=2)
+    ties = [fp.tie(f"blocks.0.{name}.weight", f"blocks.1.{name}.weight") for name in ("norm1", "attn.k", "attn.out")]
+    program = fp.compose(
+        *ties, fp.shard_tp("REDUCE_SCATTER"), fp.stage_pp(microbatches=3, split=[2, 2]), fp.dp_reduce()
+    )(model)
+    mesh = Mesh(pp=2, tp=4)
+    owed = {
+        path: [debt.axis for debt in spec.owes if mesh.sizes[debt.axis] > 1]
+        for path, spec in program.plan(mesh).specs.items()
+    }
+    assert owed["blocks.0.norm1.weight"] == owed["blocks.0.attn.k.weight"] == ["pp", "tp"]
+    assert owed["blocks.0.attn.out.weight"] == ["pp"]
+    expected = train(program.model, batches(), clip=0.3)
+    for each in (mesh, Mesh(pp=2, tp=2, dp=2)):
+        ranks = train_on(program, each, batches(), clip=0.3)
+        expected_run = oracle.Run(
+            expected.losses, expected.norms, expected.tokens, untie(expected.weights, program.plan(each))
+        )
+        equal_runs(ranks.run, expected_run)
+        assert {"blocks.0.norm1.weight", "blocks.0.attn.k.weight"} <= equal_copies(program.plan(each), ranks)
+
+
+def test_a_layer_may_read_both_ends_of_a_tie_and_one_leaf_under_two_names():
+    def first(p, batch, par):
+        return (batch["x"] @ p["a"].T) * p["b"][:, 0] + batch["x"] @ p["again"].T
+
+    def second(p, x, par):
+        return x.sum(-1) * p["c"]
+
+    square = Param((3, 3), "in out", init.normal(0.5))
+    model = Model(
+        {"a": square, "b": square, "c": Param((1,), "one", init.ones())},
+        [("first", {"a": "a", "b": "b", "again": "a"}, first), ("second", ["c"], second)],
+        lambda p, x, par: ((x - par.batch["y"]).square().sum(), len(x)),
+        regression().batch,
+    )
+    program = fp.compose(fp.tie("b", "a"), fp.stage_pp(microbatches=2), fp.dp_reduce())(model)
+    assert list(program.model.leaves) == ["a", "c"]
+    data = [rows(8, seed) for seed in range(2)]
+    expected = train(program.model, data)
+    run = train_on(program, Mesh(dp=2, pp=2), data).run
+    assert torch.equal(run.weights["a"], run.weights["b"])
+    del run.weights["b"]
+    equal_runs(run, expected)
+
+
+@pytest.mark.parametrize("engine", ["func", "tape"])
+@pytest.mark.parametrize("frozen", [{"first"}, {"second"}, {"first", "second"}], ids=str)
+def test_a_stage_may_be_frozen_altogether(frozen, engine):
+    base = regression()
+    params = {
+        name: tree.map_leaves(lambda _, p: Param(p.shape, p.dims, p.init, False), {"x": base.params[name]})["x"]
+        if name in frozen
+        else base.params[name]
+        for name in base.params
+    }
+
+    def loss(p, x, par):
+        return (x * p - par.batch["y"]).square().sum(), len(x)
+
+    params["out"] = Param((1,), "one", init.ones())
+    model = Model(params, base.layers, ("out", loss), base.batch)
+    program, data = fp.compose(fp.stage_pp(microbatches=2), fp.dp_reduce())(model), [rows(8, seed) for seed in range(2)]
+    expected = train(model, data, clip=0.5)
+    for mesh in (Mesh(), Mesh(pp=2), Mesh(dp=2, pp=2)):
+        equal_runs(train_on(program, mesh, data, clip=0.5, engine=engine).run, expected)
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "nested", "named"])
+def test_the_stream_may_be_any_pytree(kind):
+    class Pair(NamedTuple):
+        x: object
+        rest: object
+
+    wrap = {
+        "tuple": lambda x, y: (x, y),
+        "list": lambda x, y: [x, y],
+        "nested": lambda x, y: (x, {"y": [y]}),
+        "named": lambda x, y: Pair(x, y),
+    }[kind]
+    unwrap = (lambda s: (s[0], s[1]["y"][0])) if kind == "nested" else (lambda s: (s[0], s[1]))
+
+    def first(p, batch, par):
+        return wrap(torch.tanh(batch["x"] @ p["w"].T + p["b"]), batch["y"] > 0)
+
+    def second(p, s, par):
+        x, sign = unwrap(s)
+        return wrap(torch.where(sign, x @ p, 0.0), sign)
+
+    def loss(p, s, par):
+        x, sign = unwrap(s)
+        return ((x - par.batch["y"]) * (1 + sign)).square().sum(), len(x)
+
+    base = regression()
+    model = Model(base.params, [("first", "first", first), ("second", "second", second)], loss, base.batch)
+    program, data = fp.compose(fp.stage_pp(microbatches=2), fp.dp_reduce())(model), [rows(8, seed) for seed in range(2)]
+    equal_runs(train_on(program, Mesh(dp=2, pp=2), data).run, train(model, data))
