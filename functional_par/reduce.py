@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from functional_par.comm.base import AllReduce, World
+from functional_par.mesh import Coords
 from functional_par.plan import Plan
 
 ALIGNMENT = 16
@@ -85,6 +86,15 @@ class Gradients:
         """Accumulate one layer's gradients of one microbatch."""
         for path, grad in grads.items():
             self.leaves[path].add_(grad)
+
+    def drop_padding(self, plan: Plan, coords: Coords) -> None:
+        """Forget what flowed into the padding of uneven shards: the transpose of padding with zeros."""
+        for path, grad in self.leaves.items():
+            spec = plan.specs[path]
+            ends = zip(spec.starts(plan.mesh, coords), spec.local_shape(plan.mesh), spec.shape, strict=True)
+            for dim, (start, size, full) in enumerate(ends):
+                if (beyond := min(size, start + size - full)) > 0:
+                    grad.narrow(dim, size - beyond, beyond).zero_()
 
     def pay(self, world: World) -> None:
         """Sum every bucket over its ranks: one collective a bucket, all in flight together."""

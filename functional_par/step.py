@@ -157,7 +157,9 @@ class Step:
             scale,
             grads.add,
         )
-        return grads, executor.run(self.actions)
+        losses = executor.run(self.actions)
+        grads.drop_padding(self.plan, self.world.coords)
+        return grads, losses
 
     def _stage(self, share: Share) -> tuple[Call, ...]:
         """This stage's calls for microbatches of the share's shapes, traced once a shape."""

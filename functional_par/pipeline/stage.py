@@ -85,7 +85,12 @@ class Call:
 
 
 def stage_calls(plan: Plan, traced: Trace, stage: int) -> tuple[Call, ...]:
-    """The calls of one stage in order; the loss is the last call of the last stage."""
+    """The calls of one stage in order; the loss is the last call of the last stage.
+
+    Raises:
+        ModelError: for microbatches of this shape and dtype gradients owe something else than the plan says.
+    """
+    _check_debts(plan, traced)
     calls = []
     before = Edge.of(dict(traced.batch))
     for layer in plan.model.all_layers:
@@ -96,6 +101,19 @@ def stage_calls(plan: Plan, traced: Trace, stage: int) -> tuple[Call, ...]:
             calls.append(Call(layer, trainable, frozen, before, after))
         before = after
     return tuple(calls)
+
+
+def _check_debts(plan: Plan, traced: Trace) -> None:
+    for path, spec in plan.specs.items():
+        planned = [debt.axis for debt in spec.owes if debt.axis != "pp"]
+        found = [debt.axis for debt in traced.debts[path]]
+        if planned != found:
+            shapes = ", ".join(f"{name} {list(leaf.shape)}" for name, leaf in traced.batch.items())
+            raise ModelError(
+                f"the gradient of {path} owes a sum over {'+'.join(found) or 'nothing'} for microbatches of {shapes}, but over "
+                f"{'+'.join(planned) or 'nothing'} by the plan, which was made with other sizes: a layer communicates or not "
+                "depending on the shape or dtype. Let it do the same for every size."
+            )
 
 
 def _loss_edge(traced: Trace) -> Edge:

@@ -28,7 +28,7 @@ def follow_call(layer: Layer, typing: Typing, batch: Iterable[str], function: Ca
             raise
         raise type(error)(f"{_place(layer, error)}: {error}") from error
     except Exception as error:
-        place = Place.of_exception(error) or location(layer)
+        place = Place.of_exception(error) or Place.of_function(layer.fn)
         raise ModelError(
             f"layer {layer.name!r} failed while it was traced, at {place}: {type(error).__name__}: {error}."
             f"{_hint(error, batch)}"
@@ -36,7 +36,7 @@ def follow_call(layer: Layer, typing: Typing, batch: Iterable[str], function: Ca
 
 
 def _hint(error: Exception, batch: Iterable[str]) -> str:
-    if "aten::nonzero" in str(error) or "aten::masked_select" in str(error):
+    if "nonzero" in str(error):
         return " A shape must not depend on the values of a tensor: use torch.where with the mask instead of indexing with it."
     if any(sign in str(error) for sign in _NUMBERS):
         return (

@@ -43,6 +43,8 @@ _TOUCH = 8
 
 _META = torch.device("meta")
 
+_MARK = "_functional_par_constant"
+
 
 class Typing(TorchDispatchMode):
     """Knows the ``Value`` of every tensor of one layer.
@@ -70,7 +72,7 @@ class Typing(TorchDispatchMode):
         if leaf.value.grad:
             # Not a leaf of autograd, so that writing to it in place reaches the check that explains why not.
             x = x.requires_grad_().clone()
-        self.values[x] = leaf.value
+        self._note(x, leaf.value)
         self.keep(x)
         return x
 
@@ -83,7 +85,8 @@ class Typing(TorchDispatchMode):
         x = self._twin(x)
         known = self.values.get(x)
         if known is None:
-            known = self.values[x] = self._introduce(x)
+            known = self._introduce(x)
+            self._note(x, known)
         return known
 
     def abstract(self, x: Any) -> Any:
@@ -93,13 +96,13 @@ class Typing(TorchDispatchMode):
     def emit(self, shape: Iterable[int], like: Tensor, value: Value) -> Tensor:
         """A new meta tensor with a value of its own."""
         out = torch.empty(tuple(shape), dtype=like.dtype, device=_META)
-        self.values[out] = value
+        self._note(out, value)
         return out
 
     def literal(self, x: Tensor, inputs: list[Tensor]) -> None:
         """Note a tensor that torch made out of Python numbers, which no dispatch shows."""
         if x.device == _META and x not in self.values:
-            self.values[x] = constant([self.value(y) for y in inputs])
+            self._note(x, constant([self.value(y) for y in inputs]))
 
     def where(self) -> str:
         place = here()
@@ -119,7 +122,7 @@ class Typing(TorchDispatchMode):
             self._write(x, value)
         for x in results:
             if not any(x is y for y in written):
-                self.values[x] = _as_dtype(value, x)
+                self._note(x, _as_dtype(value, x))
         if not self.backward:
             self._count(func, args, kwargs, out, results)
         return out
@@ -157,6 +160,11 @@ class Typing(TorchDispatchMode):
             )
         return frozenset(Source(s.path, s.owed | missing) for s in v.sources)
 
+    def _note(self, x: Tensor, value: Value) -> None:
+        self.values[x] = value
+        # Seen by later traces, to which a constant may come from a cache.
+        setattr(x, _MARK, value == CONSTANT)
+
     def _introduce(self, x: Tensor) -> Value:
         """The value of a tensor that no operation made: another name for a known one, or nothing that may be here."""
         if self.backward:
@@ -169,6 +177,9 @@ class Typing(TorchDispatchMode):
                 f"{self.where()}: a tensor of shape {list(x.shape)} is made a parameter inside the layer, which cuts it off "
                 "from what it was computed from. Use the tensor itself, or x.detach() if no gradient is meant to flow."
             )
+        if getattr(x, _MARK, False):
+            self.keep(x)
+            return CONSTANT
         raise ModelError(
             f"{self.where()}: the layer uses a tensor of shape {list(x.shape)} that another layer, or another call, has "
             "left behind. Layers are pure functions: pass it on in the layer's output."
@@ -186,7 +197,7 @@ class Typing(TorchDispatchMode):
                 )
             twin = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=_META)
             self.twins[id(x)] = x, twin
-            self.values[twin] = CONSTANT
+            self._note(twin, CONSTANT)
             self.keep(twin)
         return self.twins[id(x)][1]
 
@@ -228,7 +239,7 @@ class Typing(TorchDispatchMode):
             if _memory(alias) == _memory(x):
                 both = [self.values[alias], value]
                 met = both[0] if both[0] == value else constant(both) if self.backward else self.combine(both)
-                self.values[alias] = _as_dtype(met, alias)
+                self._note(alias, _as_dtype(met, alias))
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
         """Add the floating-point operations of matrix products and, for anything else that is not a view, the cost of

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from functional_par.errors import SuperfluousCollective, TraceError
+from functional_par.errors import ModelError, SuperfluousCollective, TraceError
 from functional_par.trace.follow import Typing
 from functional_par.trace.values import Axes, Value, names, order
 
@@ -35,6 +35,7 @@ class Rule(ABC):
     where: str
 
     differentiable: ClassVar[bool] = True
+    consequence: ClassVar[str] = "there is nothing to exchange"
 
     def run(self, x: Tensor) -> Tensor:
         """A new meta tensor of the result's shape and type.
@@ -80,8 +81,8 @@ class Rule(ABC):
         if same := order(self.active - value.axes):
             self.refuse(
                 f"{self.label} over {names(same)} of a value that is already the same on every rank of {names(same)}; "
-                f"a sum would be {' * '.join(same)} times too large. Leave {names(same)} out, or write par.pvary first if "
-                "every rank is meant to contribute."
+                f"{self.consequence.format(' * '.join(same))}. Leave {names(same)} out, or write par.pvary first if every "
+                "rank is meant to contribute."
             )
 
     def refuse(self, message: str) -> NoReturn:
@@ -90,6 +91,8 @@ class Rule(ABC):
 
 class Sum(Rule):
     """``psum``: varying -> replicated."""
+
+    consequence = "a sum would be {} times too large"
 
     def typed(self, value: Value) -> Value:
         self.varying(value)
@@ -177,6 +180,8 @@ class Scatter(Rule):
     """``reduce_scatter``: varying -> varying."""
 
     dim: int
+
+    consequence = "a sum would be {} times too large"
 
     def typed(self, value: Value) -> Value:
         self.varying(value)
@@ -282,7 +287,10 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor | None:
-        return apply(tangent, ctx.rule) if ctx.rule.differentiable else None
+        raise ModelError(
+            f"{ctx.rule.where}: a forward-mode derivative (torch.func.jvp, jacfwd) of {ctx.rule.label}. torch keeps the state "
+            "of forward mode in the process, where ranks that are threads would mix theirs: use torch.func.vjp, grad or jacrev."
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, rule: Rule) -> tuple[Tensor, int]:
