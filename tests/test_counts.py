@@ -78,22 +78,21 @@ def transforms(mode, async_comm, microbatches, schedule="1f1b"):
     return tie, fp.shard_tp(mode, async_comm), fp.stage_pp(schedule, microbatches), fp.dp_reduce()
 
 
-MODELS = {"gpt": lambda: small_gpt(13, 3, SEQ), "llama": lambda: small_llama(13, 3, SEQ, kv_heads=1)}
+MODELS = {"gpt": lambda: small_gpt(13, 2, SEQ), "llama": lambda: small_llama(13, 2, SEQ, kv_heads=1)}
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("mesh", "mode", "async_comm", "microbatches", "engine"),
+    ("model", "mesh", "mode", "async_comm", "microbatches", "engine"),
     [
-        (Mesh(), "ALL_REDUCE", False, 2, "func"),
-        (Mesh(tp=2), "ALL_REDUCE", False, 1, "func"),
-        (Mesh(tp=4), "ALL_REDUCE", True, 2, "tape"),
-        (Mesh(tp=2), "REDUCE_SCATTER", True, 2, "func"),
-        (Mesh(tp=4), "REDUCE_SCATTER", False, 1, "tape"),
-        (Mesh(pp=3), "ALL_REDUCE", False, 4, "func"),
-        (Mesh(dp=2, pp=2, tp=2), "REDUCE_SCATTER", True, 3, "func"),
-        (Mesh(ep=2, pp=4), "ALL_REDUCE", True, 2, "tape"),
-        (Mesh(dp=2, pp=2, tp=2), "ALL_REDUCE", True, 1, "func"),
+        ("gpt", Mesh(), "ALL_REDUCE", False, 2, "func"),
+        ("gpt", Mesh(tp=2), "ALL_REDUCE", False, 1, "func"),
+        ("llama", Mesh(tp=4), "ALL_REDUCE", True, 2, "tape"),
+        ("gpt", Mesh(tp=2), "REDUCE_SCATTER", True, 2, "func"),
+        ("llama", Mesh(tp=4), "REDUCE_SCATTER", False, 1, "tape"),
+        ("gpt", Mesh(pp=3), "ALL_REDUCE", False, 4, "func"),
+        ("gpt", Mesh(dp=2, pp=2, tp=2), "REDUCE_SCATTER", True, 3, "func"),
+        ("llama", Mesh(ep=2, pp=4), "ALL_REDUCE", True, 2, "tape"),
+        ("llama", Mesh(dp=2, pp=2, tp=2), "ALL_REDUCE", True, 1, "func"),
     ],
     ids=str,
 )
@@ -101,11 +100,9 @@ def test_the_calls_of_a_step_are_those_of_the_formula_on_every_rank(
     model, mesh, mode, async_comm, microbatches, engine
 ):
     program = fp.compose(*transforms(mode, async_comm, microbatches))(MODELS[model]())
-    batch = token_batch(13, ROWS, SEQ)
-    records = train_on(program, mesh, [batch] * 2, engine=engine).records
+    records = train_on(program, mesh, [token_batch(13, ROWS, SEQ)], engine=engine).records
     for rank, record in enumerate(records):
-        per_step = formula(program.plan(mesh), rank)
-        assert record.calls == Counter({key: 2 * n for key, n in per_step.items()}), rank
+        assert record.calls == formula(program.plan(mesh), rank), rank
 
 
 def test_the_largest_entry_norm_takes_one_call_more():
@@ -176,5 +173,5 @@ def test_bytes_of_the_stream_do_not_depend_on_the_tp_mode():
         program = fp.compose(*transforms(mode, False, 1))(MODELS["gpt"]())
         record = train_on(program, mesh, [batch]).records[0]
         sizes[mode] = {kind: n for (phase, _, kind), n in record.nbytes.items() if phase == BACKWARD}
-    assert sizes["ALL_REDUCE"] == {"all_reduce": 7 * whole}
-    assert sizes["REDUCE_SCATTER"] == {"reduce_scatter": 7 * whole, "all_gather": 7 * whole // 2}
+    assert sizes["ALL_REDUCE"] == {"all_reduce": 5 * whole}
+    assert sizes["REDUCE_SCATTER"] == {"reduce_scatter": 5 * whole, "all_gather": 5 * whole // 2}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -50,6 +51,11 @@ def test_frozen_leaves_are_not_in_the_norm():
     assert "scale" not in Totals(plan, 0, 2.0).paths
 
 
+@functools.cache
+def odd_plan():
+    return fp.compose()(odd()).plan(Mesh())
+
+
 class One:
     """A world of one rank."""
 
@@ -61,7 +67,7 @@ class One:
 
 @pytest.mark.parametrize("norm", [1.0, 2.0, math.inf])
 def test_losses_counts_and_norm_are_summed(norm):
-    plan = fp.compose()(odd()).plan(Mesh())
+    plan = odd_plan()
     generator = torch.Generator().manual_seed(0)
     grads = {path: torch.randn(spec.shape, generator=generator) for path, spec in plan.specs.items()}
     losses = [(torch.tensor(1.5), torch.tensor(3)), (torch.tensor(2.0), torch.tensor(4))]
@@ -75,7 +81,7 @@ def test_losses_counts_and_norm_are_summed(norm):
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("path", ["table", "scale", "temperature"])
 def test_one_bad_entry_anywhere_makes_the_norm_not_finite(norm, bad, path):
-    plan = fp.compose()(odd()).plan(Mesh())
+    plan = odd_plan()
     grads = {p: torch.ones(spec.shape) for p, spec in plan.specs.items()}
     grads[path].view(-1)[-1] = bad
     assert not math.isfinite(Totals(plan, 0, norm).over_world(One(), [], grads).norm)

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import functional_par as fp
@@ -40,8 +40,10 @@ def equal_trees(a, b):
 meshes = st.builds(
     Mesh, ep=st.integers(1, 2), pp=st.integers(1, 3), dp=st.integers(1, 2), tp=st.sampled_from([1, 2, 4])
 )
+few = settings(max_examples=max(8, settings.default.max_examples // 10))  # each takes a trace
 
 
+@few
 @given(meshes)
 def test_unshard_is_the_inverse_of_shard(mesh):
     plan = program(False).plan(mesh)
@@ -49,6 +51,7 @@ def test_unshard_is_the_inverse_of_shard(mesh):
     equal_trees(fp.unshard(parts, plan), whole(False))
 
 
+@few
 @given(meshes)
 def test_unsharding_a_tied_model_gives_every_name_its_leaf(mesh):
     plan = program().plan(mesh)

@@ -55,7 +55,7 @@ def test_more_stages_than_layers_are_refused():
         fp.compose(fp.stage_pp())(small_gpt(blocks=2)).plan(Mesh(pp=8))
 
 
-@pytest.mark.parametrize("pp", [1, 2, 3, 4, 5, 6, 8, 9])
+@pytest.mark.parametrize("pp", [1, 2, 5, 9])
 def test_stages_hold_every_layer_once_in_order(pp):
     plan = fp.compose(fp.stage_pp())(small_gpt(blocks=7)).plan(Mesh(pp=pp))
     assert [name for names in plan.stages for name in names] == [layer.name for layer in plan.model.layers]
