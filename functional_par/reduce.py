@@ -70,9 +70,9 @@ def groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
 
 
 class Gradients:
-    """Accumulation buffers of one step on one rank: a flat tensor a bucket, a view a leaf.
+    """Accumulation buffers of one rank: a flat tensor a bucket, a view a leaf. Used for one step at a time.
 
-    The first microbatch is written, later ones are added, in the order of the calls.
+    The first gradient of a leaf is written, later ones are added, in the order of the calls.
     """
 
     def __init__(self, plan: Plan, owed: tuple[Bucket, ...], dtype: torch.dtype, device: torch.device) -> None:
@@ -81,14 +81,26 @@ class Gradients:
         self.leaves: dict[str, Tensor] = {}
         for bucket, flat in zip(owed, self.flat, strict=True):
             self.leaves |= _views(plan, bucket, flat)
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the step before: the next gradient of each leaf is the first."""
+        self._unwritten = set(self.leaves)
 
     def add(self, grads: Mapping[str, Tensor]) -> None:
         """Accumulate one layer's gradients of one microbatch."""
         for path, grad in grads.items():
-            self.leaves[path].add_(grad)
+            if path in self._unwritten:
+                self._unwritten.remove(path)
+                self.leaves[path].copy_(grad)
+            else:
+                self.leaves[path].add_(grad)
 
-    def drop_padding(self, plan: Plan, coords: Coords) -> None:
-        """Forget what flowed into the padding of uneven shards: the transpose of padding with zeros."""
+    def complete(self, plan: Plan, coords: Coords) -> None:
+        """After the last microbatch: zero where no gradient came, and where it flowed into the padding of an uneven shard
+        (the transpose of padding with zeros forgets it)."""
+        for path in self._unwritten:
+            self.leaves[path].zero_()
         for path, grad in self.leaves.items():
             spec = plan.specs[path]
             ends = zip(spec.starts(plan.mesh, coords), spec.local_shape(plan.mesh), spec.shape, strict=True)

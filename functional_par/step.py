@@ -68,6 +68,7 @@ class Step:
             None if self.last else world.mesh.rank(**{**coords._asdict(), "pp": self.stage + 1}),
         )
         self._calls: dict[Any, tuple[Call, ...]] = {}
+        self._kept: Gradients | None = None
         self.par = self._prepare()
 
     def _prepare(self) -> RunPar:
@@ -144,8 +145,7 @@ class Step:
 
     def _gradients(self, params: Mapping[str, Tensor], share: Share, count: int) -> tuple[Gradients, list[Any]]:
         calls = self._stage(share)
-        accumulate = torch.promote_types(self.dtype, torch.float32)
-        grads = Gradients(self.plan, self.buckets, accumulate, self.world.device)
+        grads = self._buffers()
         scale = torch.tensor(1.0 / max(count, 1), device=self.world.device, dtype=calls[-1].after.leaves[0].dtype)
         executor = Executor(
             calls,
@@ -158,8 +158,18 @@ class Step:
             grads.add,
         )
         losses = executor.run(self.actions)
-        grads.drop_padding(self.plan, self.world.coords)
+        grads.complete(self.plan, self.world.coords)
         return grads, losses
+
+    def _buffers(self) -> Gradients:
+        """Where gradients accumulate: always the same memory with ``donate``, else fresh."""
+        grads = self._kept
+        if grads is None:
+            accumulate = torch.promote_types(self.dtype, torch.float32)
+            grads = Gradients(self.plan, self.buckets, accumulate, self.world.device)
+            self._kept = grads if self.donate else None
+        grads.begin()
+        return grads
 
     def _stage(self, share: Share) -> tuple[Call, ...]:
         """This stage's calls for microbatches of the share's shapes, traced once a shape."""
