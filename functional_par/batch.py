@@ -51,6 +51,8 @@ def share_of(plan: Plan, world: World, batch: Any) -> Share:
         raise DataError(
             f"a batch is a dict of tensors, or has .size and .rows(start, stop); this is {type(batch).__name__}."
         )
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise DataError(f"batch.size is {size!r}: it is the number of rows, an integer.")
     pieces = plan.replicas * plan.microbatches
     if size < 1 or size % pieces:
         factors = " * ".join(f"{axis}={getattr(plan.mesh, axis)}" for axis in plan.data_axes)

@@ -100,7 +100,7 @@ def check_norm(clip: float | None, norm: float) -> None:
     """Raise CompositionError for a clip or an order of the norm that makes no sense."""
     if norm not in (1.0, 2.0, math.inf):
         raise CompositionError(f"norm={norm!r}: the order of the gradient norm is 1, 2 or inf.")
-    if clip is not None and not clip > 0:
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0):
         raise CompositionError(
             f"clip={clip!r}: the largest gradient norm is a positive number, or None for no clipping."
         )

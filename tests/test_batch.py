@@ -99,6 +99,7 @@ REFUSED = [
         numbered(4) | {"y": torch.ones(4, 1, dtype=torch.float64)},
         "batch['y'] is torch.float64[2, 1], but the model takes torch.float64[None] (None is any size).",
     ),
+    (Rows(4.0), "batch.size is 4.0: it is the number of rows, an integer."),
     (Rows(4, wrong=-1), "batch.rows(0, 2) returned 1 rows, but 2 were asked for."),
     (Rows(4, wrong=1), "batch.rows(0, 2) returned 3 rows, but 2 were asked for."),
 ]

@@ -102,7 +102,7 @@ def test_an_unknown_order_of_the_norm_is_refused(norm):
         check_norm(1.0, norm)
 
 
-@pytest.mark.parametrize("clip", [0, -1.0, math.nan])
+@pytest.mark.parametrize("clip", [0, -1.0, math.nan, "1", True])
 def test_a_clip_that_is_not_positive_is_refused(clip):
     message = f"clip={clip!r}: the largest gradient norm is a positive number, or None for no clipping."
     with pytest.raises(CompositionError, match=re.escape(message)):

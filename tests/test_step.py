@@ -411,6 +411,8 @@ def test_the_state_of_another_program_is_refused_with_the_leaves():
     [
         ({"norm": 3.0}, CompositionError, "norm=3.0: the order of the gradient norm is 1, 2 or inf."),
         ({"clip": 0.0}, CompositionError, "clip=0.0: the largest gradient norm is a positive number"),
+        ({"dtype": torch.int64}, CompositionError, "step(dtype=torch.int64): parameters have a floating-point dtype"),
+        ({"dtype": "float32"}, CompositionError, "step(dtype='float32'): parameters have a floating-point dtype"),
         ({"engine": "jax"}, ParallelError, "engine 'jax': it is one of func, tape."),
     ],
     ids=str,
@@ -500,6 +502,19 @@ def test_a_stage_may_be_frozen_altogether(frozen, engine):
     expected = train(model, data, clip=0.5)
     for mesh in (Mesh(), Mesh(pp=2), Mesh(dp=2, pp=2)):
         equal_runs(train_on(program, mesh, data, clip=0.5, engine=engine).run, expected)
+
+
+@pytest.mark.parametrize("engine", ["func", "tape"])
+def test_a_layer_behind_which_no_gradient_flows_trains_with_zeros(engine):
+    base = regression()
+
+    def first(p, batch, par):
+        return torch.tanh(batch["x"] @ p["w"].T + p["b"]).detach()
+
+    model = Model(base.params, [("first", "first", first), base.layers[1]], base.loss, base.batch)
+    program, data = fp.compose(fp.stage_pp(microbatches=2), fp.dp_reduce())(model), [rows(8, seed) for seed in range(2)]
+    for mesh in (Mesh(), Mesh(dp=2, pp=2)):
+        equal_runs(train_on(program, mesh, data, engine=engine).run, train(model, data))
 
 
 @pytest.mark.parametrize("kind", ["tuple", "list", "nested", "named"])

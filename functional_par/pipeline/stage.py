@@ -62,6 +62,9 @@ class Call:
 
         primals = [leaves[path] for path in self.trainable]
         primals += [leaf for leaf, grad in zip(x, self.before.differentiable, strict=True) if grad]
+        if not any(self.after.differentiable):  # nothing flows back, and torch.func.vjp wants an output
+            _, aux, _ = engine(lambda: function(*primals))
+            return aux, lambda cotangents: tuple(torch.zeros_like(primal) for primal in primals)
         outputs, aux, pull = engine(function, *primals)
         return _join(self.after.differentiable, outputs, aux), pull
 

@@ -67,10 +67,13 @@ def shard_tp(
             ``"replicate"``. By default ``vocab`` is padded, ``heads`` and ``ffn`` must divide, and ``kv_heads`` stay whole.
 
     Raises:
-        CompositionError: an unknown mode or rule, two such dims in one leaf, or a size that tp does not divide.
+        CompositionError: an unknown mode or rule, an option that is not a boolean, two such dims in one leaf, or a size that
+            tp does not divide.
     """
     rules = {"vocab": "pad", "heads": "error", "kv_heads": "replicate", "ffn": "error"} if dims is None else dict(dims)
     for name, rule in rules.items():
         if rule not in ("error", "pad", "replicate"):
             raise CompositionError(f"shard_tp(dims={{{name!r}: {rule!r}}}): the rule is 'error', 'pad' or 'replicate'.")
-    return ShardTP(TensorParallelMode.parse(mode), bool(async_comm), tuple(sorted(rules.items())))  # type: ignore[arg-type]
+    if not isinstance(async_comm, bool):
+        raise CompositionError(f"shard_tp(async_comm={async_comm!r}): it is True or False.")
+    return ShardTP(TensorParallelMode.parse(mode), async_comm, tuple(sorted(rules.items())))  # type: ignore[arg-type]

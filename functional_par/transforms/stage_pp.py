@@ -54,6 +54,8 @@ def stage_pp(schedule: str = "1f1b", microbatches: int = 1, split: Sequence[int]
         raise CompositionError(f"stage_pp(schedule={schedule!r}): it is one of {', '.join(schedule_names())}.")
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise CompositionError(f"stage_pp(microbatches={microbatches!r}): it is an integer of at least 1.")
+    if split is not None and not isinstance(split, Sequence):
+        raise CompositionError(f"stage_pp(split={split!r}): it is a list with the number of layers of each stage.")
     if split is not None and any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in split):
         raise CompositionError(
             f"stage_pp(split={list(split)}): each stage gets an integer number of layers, at least 1."

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from functional_par.errors import CompositionError
 from functional_par.mesh import DATA_AXES
@@ -91,11 +91,23 @@ def tie(*owners: Owner, reduce: str = "sum") -> Tie:
             f"tie(reduce={reduce!r}): only 'sum' is right, since the derivative of a function that reads a leaf twice is the "
             "sum of both; a mean would train the leaf with a smaller gradient than the untied function's."
         )
-    pairs = [(owner, None) if isinstance(owner, str) else (owner[0], tuple(owner[1])) for owner in owners]
+    pairs = [_owner(owner) for owner in owners]
     names = tuple(name for name, _ in pairs)
     if len(set(names)) < 2:
         raise CompositionError(f"tie({_quoted(names)}): a tie joins at least two different leaves.")
     return Tie(names, tuple(ranks for _, ranks in pairs))
+
+
+def _owner(owner: Any) -> tuple[str, tuple[int, ...] | None]:
+    """A name and, if it came in a pair, its ranks."""
+    if isinstance(owner, str):
+        return owner, None
+    name, ranks = owner if isinstance(owner, tuple) and len(owner) == 2 else (None, None)
+    if not isinstance(name, str) or not isinstance(ranks, Sequence) or not all(isinstance(r, int) for r in ranks):
+        raise CompositionError(
+            f"tie({owner!r}): an owner is a dotted name, or a pair (name, ranks) with a list of ranks."
+        )
+    return name, tuple(ranks)
 
 
 def _check_alike(model: Model, names: tuple[str, ...]) -> None:

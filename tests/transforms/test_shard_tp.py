@@ -102,6 +102,12 @@ def test_an_unknown_mode_is_refused(mode):
         fp.shard_tp(mode)
 
 
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_async_comm_is_a_boolean(value):
+    with pytest.raises(CompositionError, match=re.escape(f"shard_tp(async_comm={value!r}): it is True or False.")):
+        fp.shard_tp(async_comm=value)
+
+
 def owing(plan, axis):
     return {path for path, spec in plan.specs.items() if axis in {debt.axis for debt in spec.owes}}
 

@@ -105,6 +105,13 @@ def test_a_stage_gets_at_least_one_layer(split):
         fp.stage_pp(split=split)
 
 
+def test_a_split_is_a_list():
+    with pytest.raises(
+        CompositionError, match=re.escape("stage_pp(split=3): it is a list with the number of layers of each")
+    ):
+        fp.stage_pp(split=3)
+
+
 @pytest.mark.parametrize("microbatches", [0, -1, 1.0, True, "2", None])
 def test_microbatches_are_a_positive_integer(microbatches):
     message = f"stage_pp(microbatches={microbatches!r}): it is an integer of at least 1."

@@ -149,6 +149,13 @@ def test_a_tie_needs_two_leaves(owners):
         fp.tie(*owners)
 
 
+@pytest.mark.parametrize("owner", [3, ("a", 3), ("a", ("x",)), ("a",), ("a", (0,), 1), (3, (0,)), None], ids=str)
+def test_an_owner_is_a_name_or_a_pair(owner):
+    message = f"tie({owner!r}): an owner is a dotted name, or a pair (name, ranks) with a list of ranks."
+    with pytest.raises(CompositionError, match=re.escape(message)):
+        fp.tie(owner, "b")
+
+
 @pytest.mark.parametrize("reduce", ["mean", "avg", None])
 def test_only_a_sum_is_right(reduce):
     message = f"tie(reduce={reduce!r}): only 'sum' is right, since the derivative of a function that reads a leaf twice"
