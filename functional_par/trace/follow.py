@@ -21,6 +21,7 @@ from functional_par.errors import MissingCollective, ModelError
 from functional_par.trace.place import Place, here
 from functional_par.trace.values import (
     CONSTANT,
+    NONE,
     Abstract,
     Axes,
     Source,
@@ -144,7 +145,7 @@ class Typing(TorchDispatchMode):
             place = here() or Place("", 0)
             self.uses += [Use(source, self.layer, place) for source in sources]
             sources = frozenset()
-        closed = frozenset().union(*(v.closed for v in carriers))
+        closed = frozenset().union(*(v.closed for v in carriers)) if sources else NONE
         return Value(axes, bool(carriers), data, sources, closed)
 
     def meet(self, v: Value, missing: Axes) -> frozenset[Source]:
@@ -251,7 +252,8 @@ class Typing(TorchDispatchMode):
                 return
             except Exception:
                 pass
-        if not any(a.alias_info for a in func._schema.returns):
+        given = {_memory(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        if func._schema.is_mutable or not any(_memory(x) in given for x in results):
             self.work += _TOUCH * sum(x.numel() for x in results)
 
 

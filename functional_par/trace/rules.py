@@ -303,4 +303,5 @@ def resized(shape: list[int], dim: int, size: int) -> list[int]:
 
 
 def _made_same(value: Value, axes: Axes) -> Value:
-    return replace(value, axes=value.axes - axes, closed=value.closed | axes)
+    closed = value.closed | axes if value.sources else value.closed
+    return replace(value, axes=value.axes - axes, closed=closed)
