@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -135,10 +136,12 @@ def race(sizes: dict[str, int], names: list[str], rounds: int) -> dict[str, list
         context.Process(target=work, args=(child, who, sizes), daemon=True).start()
         pipes[who].recv()
     results: dict[str, list[tuple[float, float, float]]] = {who: [] for who in names}
-    for _ in range(rounds + 2):
+    for i in range(rounds + 2):
         for who, pipe in pipes.items():
             pipe.send(True)
             results[who].append(pipe.recv())
+        shown = "  ".join(f"{who} {runs[-1][0] * 1000:.0f} ms" for who, runs in results.items())
+        print(f"{'warm-up' if i < 2 else f'round {i - 1} of {rounds}'}: {shown}", file=sys.stderr)
     for pipe in pipes.values():
         pipe.send(False)
     return results

@@ -1,4 +1,4 @@
-"""functional_par: 5D parallelism as composable functional transforms on torch."""
+"""functional_par: data, tensor and pipeline parallelism as composable functional transforms on torch."""
 
 from functional_par import data, init, models, nn, optim
 from functional_par.comm.base import World

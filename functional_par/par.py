@@ -106,6 +106,9 @@ class Par(ABC):
     def pvary(self, x: Tensor, *axes: str) -> Tensor:
         """``x`` itself, about to meet data that differ along the axes. ``replicated -> varying``; transpose: ``psum``.
 
+        For activations, into which a cotangent flows. Fields of the batch have none and need none; a parameter's is summed
+        once at the end of the step.
+
         ::
 
             rank 0  [1 2]  ->  [1 2]

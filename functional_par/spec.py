@@ -14,6 +14,13 @@ from functional_par.mesh import AXES, Coords, Mesh
 class Param:
     """An abstract parameter: a shape, a name for each dim, and how its initial values are drawn.
 
+    Args:
+        shape: global shape, whatever the layout.
+        dims: a word for each dim, separated by spaces. The words decide what ``shard_tp`` cuts: by default dims named
+            ``vocab``, ``heads``, ``kv_heads`` and ``ffn`` lie on tp, and all others are whole on every rank.
+        init: how initial values are drawn, from ``fp.init``: a function of the seed, the path and the global index.
+        trainable: False keeps the leaf as it is; it has no gradient and no optimizer state.
+
     >>> Param((256, 64), "vocab embed").names
     ('vocab', 'embed')
 
