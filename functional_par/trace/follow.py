@@ -31,6 +31,7 @@ from functional_par.trace.values import (
     names,
     order,
     quoted,
+    together,
     union,
 )
 
@@ -146,7 +147,7 @@ class Typing(TorchDispatchMode):
             self.uses += [Use(source, self.layer, place) for source in sources]
             sources = frozenset()
         closed = frozenset().union(*(v.closed for v in carriers)) if sources else NONE
-        return Value(axes, bool(carriers), data, sources, closed)
+        return Value(axes, together(values), bool(carriers), data, sources, closed)
 
     def meet(self, v: Value, missing: Axes) -> frozenset[Source]:
         """Sources of ``v`` after it has met values that vary over the axes ``missing`` from its own."""

@@ -77,12 +77,19 @@ class Rule(ABC):
         return kind(self.typing, self.active, self.size, label, self.where, **more)
 
     def varying(self, value: Value) -> None:
-        """Refuse a value that does not vary over all the axes."""
+        """Refuse a value that does not vary over all the axes, or that varies by its type alone."""
         if same := order(self.active - value.axes):
             self.refuse(
                 f"{self.label} over {names(same)} of a value that is already the same on every rank of {names(same)}; "
-                f"{self.consequence.format(' * '.join(same))}. Leave {names(same)} out, or write par.pvary first if every "
-                "rank is meant to contribute."
+                f"{self.consequence.format(' * '.join(same))}. Leave {names(same)} out."
+            )
+        if (copies := order(self.active & value.alike)) and not self.typing.backward:
+            self.refuse(
+                f"{self.label} over {names(copies)} of copies: the value went through par.pvary or par.all_gather, but "
+                f"nothing that differs along {names(copies)} has entered it since, so every rank of {names(copies)} holds the "
+                f"same; {self.consequence.format(' * '.join(copies))}. If a weight in it was meant to be cut, give its dim a "
+                "name that shard_tp cuts (program.explain(mesh) shows what is cut); else leave the collective out, and gather "
+                'with to="replicated".'
             )
 
     def refuse(self, message: str) -> NoReturn:
@@ -109,7 +116,8 @@ class Max(Rule):
 
     def typed(self, value: Value) -> Value:
         self.varying(value)
-        return Value(value.axes - self.active, data=value.data, cotangent=value.cotangent)
+        axes, alike = value.axes - self.active, value.alike - self.active
+        return Value(axes, alike, data=value.data, cotangent=value.cotangent)
 
     def dual(self) -> Rule:
         raise NotImplementedError("pmax has no derivative")
@@ -124,7 +132,7 @@ class Vary(Rule):
                 f"{self.label} over {already} of a value that already differs along {already}; its cotangent would be "
                 f"summed once too often. Leave {already} out."
             )
-        return replace(value, axes=value.axes | self.active)
+        return replace(value, axes=value.axes | self.active, alike=value.alike | self.active)
 
     def dual(self) -> Rule:
         return self.become(Sum)
@@ -139,7 +147,7 @@ class Gather(Rule):
 
     def typed(self, value: Value) -> Value:
         self.varying(value)
-        return _made_same(value, self.active) if self.replicated else value
+        return _made_same(value, self.active) if self.replicated else replace(value, alike=value.alike | self.active)
 
     def shape(self, shape: list[int]) -> list[int]:
         return resized(shape, self.dim, shape[self.dim] * self.size)
@@ -185,7 +193,7 @@ class Scatter(Rule):
 
     def typed(self, value: Value) -> Value:
         self.varying(value)
-        return value
+        return _differing(value, self.active)
 
     def shape(self, shape: list[int]) -> list[int]:
         return resized(shape, self.dim, shape[self.dim] // self.size)
@@ -207,9 +215,10 @@ class Take(Rule):
 
     def typed(self, value: Value) -> Value:
         axes = value.axes | self.active
+        taken = replace(_differing(value, self.active), axes=axes)
         if self.typing.backward or not value.grad:
-            return replace(value, axes=axes)
-        return replace(value, axes=axes, sources=self.typing.meet(value, axes - value.axes))
+            return taken
+        return replace(taken, sources=self.typing.meet(value, axes - value.axes))
 
     def shape(self, shape: list[int]) -> list[int]:
         return resized(shape, self.dim, self.length)
@@ -304,4 +313,8 @@ def resized(shape: list[int], dim: int, size: int) -> list[int]:
 
 def _made_same(value: Value, axes: Axes) -> Value:
     closed = value.closed | axes if value.sources else value.closed
-    return replace(value, axes=value.axes - axes, closed=closed)
+    return replace(value, axes=value.axes - axes, alike=value.alike - axes, closed=closed)
+
+
+def _differing(value: Value, axes: Axes) -> Value:
+    return replace(value, alike=value.alike - axes)

@@ -29,6 +29,8 @@ class Value:
 
     Attributes:
         axes: the axes over which it varies.
+        alike: those of ``axes`` along which all ranks yet hold the same numbers, since it became varying by ``pvary`` or by
+            a gather and has met nothing that differs.
         grad: whether a cotangent flows back into it.
         data: whether it was computed from the batch (activations are), as opposed to parameters and constants alone.
         sources: the leaves that it is a function of, while it depends on nothing but leaves and constants.
@@ -38,6 +40,7 @@ class Value:
     """
 
     axes: Axes = NONE
+    alike: Axes = NONE
     grad: bool = False
     data: bool = False
     sources: frozenset[Source] = frozenset()
@@ -78,9 +81,17 @@ def union(values: Iterable[Value]) -> Axes:
     return NONE.union(*(v.axes for v in values))
 
 
+def together(values: Iterable[Value]) -> Axes:
+    """The axes along which what is computed from the values varies by its type alone: nothing in it differs."""
+    values = list(values)
+    return union(values) - NONE.union(*(v.axes - v.alike for v in values))
+
+
 def constant(values: list[Value]) -> Value:
     """What is computed from the values without a way back for a cotangent."""
-    return Value(union(values), data=any(v.data for v in values), cotangent=any(v.cotangent for v in values))
+    return Value(
+        union(values), together(values), data=any(v.data for v in values), cotangent=any(v.cotangent for v in values)
+    )
 
 
 def order(axes: Iterable[str]) -> tuple[str, ...]:
