@@ -9,8 +9,24 @@ The rules (those of a type system for values that are replicated or varying alon
 - an activation that carries a cotangent and meets values varying over more axes than itself is an error, since its
   cotangent would be partial and nobody would sum it;
 - a parameter, or a value computed from parameters alone, in the same place *owes* these axes: the sum is linear, so it can
-  be done once, on the leaf, at the end of the step. All uses of a leaf must owe the same;
-- collectives change the type as their table in ``par`` says.
+  be done once, on the leaf, at the end of the step. All uses of a leaf must owe the same. What was summed or gathered on
+  the way is closed to such a debt;
+- collectives change the type as their table in ``par`` says (``rules``);
+- then the layer's backward is followed too (``dual``): the cotangent of each input must vary as its type and debts say,
+  which catches an ``autograd.Function`` or a hook whose backward is wrong.
+
+What it refuses though it may be right (write what the message says instead):
+
+- operations under ``torch.no_grad`` count as differentiable, since those inside an ``autograd.Function`` look the same:
+  use ``detach``, or add the ``pvary`` that is asked for, which costs nothing there;
+- collectives inside the backward of an ``autograd.Function`` with another split than the forward's (Megatron's f as a
+  Function): use ``par.pvary``, or ``par.kernel`` with a definition in plain operations;
+- shapes that depend on values (masks as indices), Python numbers taken from tensors, forward-mode derivatives of
+  collectives, writes to a tensor after it was handed to a collective.
+
+What no type can see, and is left to the author: numbers that a hand-written backward makes up (a factor ``par.size("tp")``,
+say) and what ``detach`` hides; a layer that is not a function of its arguments (globals that change, Python's own random
+numbers, the rank taken from elsewhere); ``fast`` kernels, which have to equal their definition.
 """
 
 from __future__ import annotations
@@ -147,14 +163,14 @@ class _Tracer:
         chosen = layer.select(dict(zip(layer.paths, inputs, strict=False)))
         x = pytree.tree_unflatten(inputs[len(layer.paths) :], structure)
         par = TracePar(typing, self.setting, MappingProxyType(batch))
-        output = follow_call(layer, typing, batch, lambda: layer.fn(chosen, x, par))
+        output = follow_call(layer, typing, self.setting, lambda: layer.fn(chosen, x, par))
         flat = pytree.tree_leaves(check_output(layer, output))
         entry = LayerTrace(pytree.tree_map(typing.abstract, output), tuple(dict.fromkeys(typing.uses)), typing.work)
         carriers = [i for i, slot in enumerate(slots) if slot.value.grad]
         named = [(_input_name(layer, i), inputs[i]) for i in carriers]
         owed = {at: _owed(entry, i) for at, i in enumerate(carriers)}
         tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-        follow_call(layer, typing, batch, lambda: check_backward(typing, named, tensors, owed, location(layer)))
+        follow_call(layer, typing, self.setting, lambda: check_backward(typing, named, tensors, owed, location(layer)))
         self.merged |= par.merged
         return entry
 

@@ -226,10 +226,10 @@ def model_of(operations: Sequence[Operation]) -> fp.Model:
 @st.composite
 def operations(draw: st.DrawFn, faulty: bool) -> list[Operation]:
     """One to four operations, of which one has a fault if ``faulty``; a later one may share a scale with an earlier."""
-    n = draw(st.integers(1, 4))
+    split = draw(st.booleans())
+    found = [Operation("switch", False)] if split else []
+    n = draw(st.integers(1, 3))
     at = draw(st.integers(0, n - 1)) if faulty else None
-    found: list[Operation] = []
-    split = False
     for i in range(n):
         kind = draw(st.sampled_from(sorted(FUNCTIONS)))
         fault = draw(st.sampled_from(FAULTS[kind])) if i == at else ""

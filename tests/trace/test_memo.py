@@ -44,7 +44,7 @@ def test_a_trace_of_a_hundred_blocks_takes_milliseconds():
     model = fp.models.gpt(vocab=64, d_model=16, n_layers=100, n_heads=4, seq_len=8)
     plan = fp.compose(fp.shard_tp(), fp.dp_reduce(), fp.stage_pp())(model).plan(fp.Mesh(tp=2, dp=2))
     times = []
-    for rows in (2, 3, 4):
+    for rows in (2, 3):
         start = time.thread_time()
         plan.trace(dict.fromkeys(("tokens", "labels"), ((rows, 8), torch.int64)))
         times.append(time.thread_time() - start)
@@ -124,7 +124,7 @@ def test_ranks_that_are_threads_may_trace_at_once():
 
     def work(seed):
         try:
-            for i in range(4):
+            for i in range(2):
                 plan = plans[(seed + i) % 2]
                 setting = plan._setting(plan.example(), torch.float64)
                 found.append((infer.trace(plan.model, setting).debts, expected[(seed + i) % 2]))
@@ -137,7 +137,7 @@ def test_ranks_that_are_threads_may_trace_at_once():
     for thread in threads:
         thread.join()
     assert not failures
-    assert len(found) == 16
+    assert len(found) == 8
     assert all(got == wanted for got, wanted in found)
 
 
