@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from functional_par.errors import ModelError, ParallelError
 from functional_par.model import Layer
+from functional_par.par import TensorParallelMode
 from functional_par.trace.follow import Literals, Typing
 from functional_par.trace.outputs import location
 from functional_par.trace.place import Place
 
+if TYPE_CHECKING:
+    from functional_par.trace.infer import Setting
 
-def follow_call(layer: Layer, typing: Typing, batch: Iterable[str], function: Callable[[], Any]) -> Any:
+
+def follow_call(layer: Layer, typing: Typing, setting: Setting, function: Callable[[], Any]) -> Any:
     """Call a function of no arguments. Derivatives are on, as they are when the layer runs.
 
     Raises:
@@ -31,11 +35,11 @@ def follow_call(layer: Layer, typing: Typing, batch: Iterable[str], function: Ca
         place = Place.of_exception(error) or Place.of_function(layer.fn)
         raise ModelError(
             f"layer {layer.name!r} failed while it was traced, at {place}: {type(error).__name__}: {error}."
-            f"{_hint(error, batch)}"
+            f"{_hint(error, setting)}"
         ) from error
 
 
-def _hint(error: Exception, batch: Iterable[str]) -> str:
+def _hint(error: Exception, setting: Setting) -> str:
     if "nonzero" in str(error):
         return " A shape must not depend on the values of a tensor: use torch.where with the mask instead of indexing with it."
     if any(sign in str(error) for sign in _NUMBERS):
@@ -45,11 +49,34 @@ def _hint(error: Exception, batch: Iterable[str]) -> str:
         )
     if isinstance(error, KeyError):
         return (
-            f" The batch is described with the fields {', '.join(batch)}; describe others with fp.Model(..., "
+            f" The batch is described with the fields {', '.join(setting.batch)}; describe others with fp.Model(..., "
             "batch={name: fp.Input(shape, dtype)})."
         )
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SHAPES):
+        return _sizes(setting)
     return ""
 
+
+def _sizes(setting: Setting) -> str:
+    """The sizes that a layer met, which its author may not have written anywhere."""
+    fields = ", ".join(f"{name} {list(shape)}" for name, (shape, _) in setting.batch.items())
+    text = (
+        f" It was traced with {fields}; sizes that the model leaves open are made up, so where a parameter fixes one, say so:"
+        " fp.Model(..., batch={name: fp.Input((None, 128)), ...})."
+    )
+    if (tp := setting.sizes["tp"]) == 1:
+        return text
+    text += f" With tp={tp} a rank holds its part of every dim that shard_tp cuts"
+    if setting.mode is not TensorParallelMode.REDUCE_SCATTER:
+        return text + "."
+    return text + (
+        f", and in REDUCE_SCATTER 1/{tp} of the sequence between layers: fp.nn.column_linear gathers it, fp.nn.row_linear and"
+        " fp.nn.embedding leave it cut, fp.nn.sequence_window cuts what is whole."
+    )
+
+
+_SHAPES = ("shape", "size", "dimension", "broadcast")
+"""By these words torch says that sizes do not fit."""
 
 _NUMBERS = (
     "meta tensors",
