@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from functional_par.comm.base import AllReduce, World
-from functional_par.errors import CompositionError, ModelError
+from functional_par.errors import CompositionError, ModelError, StateError
 from functional_par.mesh import AXES
 from functional_par.plan import Plan
 
@@ -23,11 +23,22 @@ class Total:
         loss: sum of all loss terms.
         count: number of terms that the loss functions returned.
         norm: global gradient norm.
+        agreed: whether every rank brought the same number to agree on.
     """
 
     loss: float
     count: float
     norm: float
+    agreed: bool = True
+
+    def check_agreement(self) -> None:
+        """Ranks that do not take the same step would drift apart without a word."""
+        if not self.agreed:
+            raise StateError(
+                "the ranks do not take the same step: they differ in the step number or seed of the state, the learning rate, "
+                "clip or norm, or the number and shape of rows in the batch. Give every rank the same global batch, optimizer "
+                "and seed; what depends on the rank is cut from them by the plan."
+            )
 
     def check_count(self, expected: int) -> None:
         """The loss must have as many terms as were counted before the backward."""
@@ -58,19 +69,33 @@ class Totals:
         copied = [axis for axis in AXES if axis != "pp" and axis not in plan.data_axes]
         self.has_loss = coords.pp == len(plan.stages) - 1 and all(getattr(coords, axis) == 0 for axis in copied)
 
-    def over_world(self, world: World, losses: Sequence[tuple[Tensor, Tensor]], grads: Mapping[str, Tensor]) -> Total:
-        """Sum over all ranks. For the norm of order inf a second collective takes the maximum."""
+    def over_world(
+        self,
+        world: World,
+        losses: Sequence[tuple[Tensor, Tensor]],
+        grads: Mapping[str, Tensor],
+        agree: int = 0,
+    ) -> Total:
+        """Sum over all ranks. For the norm of order inf a second collective takes the maximum.
+
+        Args:
+            world: of this rank.
+            losses: sum and count of each microbatch on the last stage.
+            grads: this rank's gradients, debts paid.
+            agree: a number of at most 16 bits that should be the same on every rank.
+        """
         parts = self._powers(world, grads)
-        head = torch.zeros(2, dtype=torch.float64, device=world.device)
+        # n * sum(a^2) == sum(a)^2 exactly when all n numbers are equal (Cauchy-Schwarz); 16 bits keep float64 exact.
+        head = torch.tensor([0.0, 0.0, 1.0, agree, agree**2], dtype=torch.float64, device=world.device)
         if self.has_loss:
             for total, count in losses:
-                head += torch.stack([total.detach().double(), count.double()])
+                head[:2] += torch.stack([total.detach().double(), count.double()])
         if math.isinf(self.norm):
             head, parts = _reduce(world, head, "sum"), _reduce(world, parts, "max")
         else:
-            head, parts = _reduce(world, torch.cat([head, parts]), "sum").split([2, len(parts)])
-        loss, count = head.tolist()
-        return Total(loss, count, self._combine(parts.tolist()))
+            head, parts = _reduce(world, torch.cat([head, parts]), "sum").split([len(head), len(parts)])
+        loss, count, ranks, once, twice = head.tolist()
+        return Total(loss, count, self._combine(parts.tolist()), ranks * twice == once**2)
 
     def _powers(self, world: World, grads: Mapping[str, Tensor]) -> Tensor:
         """For each leaf this rank's part of the sum under the root; the largest entry for inf."""

@@ -12,7 +12,7 @@ import torch
 
 from functional_par.comm.base import World
 from functional_par.comm.threads import Switchboard, ThreadWorld
-from functional_par.errors import CommError
+from functional_par.errors import CommError, MeshError
 from functional_par.launch import launched, run_process
 from functional_par.mesh import Mesh
 
@@ -51,6 +51,10 @@ def run(
     >>> run(lambda world: world.rank * 10, Mesh(dp=2))
     [0, 10]
     """
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"run(main, {mesh!r}): the second argument is an fp.Mesh, such as fp.Mesh(dp=2, tp=2).")
+    if not timeout > 0:
+        raise CommError(f"run(timeout={timeout!r}): seconds that a rank may wait, a positive number.")
     if backend is None:
         backend = "threads" if not launched() else "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "threads":

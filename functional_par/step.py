@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from functional_par.batch import Share, share_of
 from functional_par.comm.base import AllReduce, World
-from functional_par.errors import NonFiniteError, StateError
+from functional_par.errors import CompositionError, NonFiniteError, StateError
 from functional_par.metrics import Totals, check_norm, clip_coefficient
 from functional_par.model import init_leaf
 from functional_par.optim import Optimizer
@@ -54,6 +55,10 @@ class Step:
         engine: str = "func",
     ) -> None:
         check_norm(clip, norm)
+        if not isinstance(optimizer, Optimizer):
+            raise CompositionError(
+                f"step(optimizer={optimizer!r}): it is one of fp.optim, such as fp.optim.adamw(lr=3e-4)."
+            )
         self.plan, self.world, self.optimizer = plan, world, optimizer
         self.clip, self.norm, self.donate, self.dtype = clip, norm, donate, dtype
         self.engine = find_engine(engine)
@@ -120,7 +125,8 @@ class Step:
             grads.pay(self.world)
         reduced = grads.views(self.plan)
         with self.world.record.during("metrics"):
-            totals = self.totals.over_world(self.world, losses, reduced)
+            totals = self.totals.over_world(self.world, losses, reduced, self._fingerprint(state, share))
+        totals.check_agreement()
         totals.check_count(count)
         metrics = {"loss": totals.loss / max(count, 1), "grad_norm": totals.norm, "tokens": count}
         metrics["lr"] = self.optimizer.lr(state.step)
@@ -136,6 +142,18 @@ class Step:
         names = self.plan.source.leaves
         return unflatten({name: whole[self.plan.aliases.get(name, name)] for name in names})
 
+    def _fingerprint(self, state: State, share: Share) -> int:
+        """16 bits of what must be the same on every rank for the ranks to take one step together."""
+        options = (
+            state.step,
+            state.seed,
+            self.optimizer.lr(state.step),
+            self.clip,
+            self.norm,
+            sorted(share.shapes().items()),
+        )
+        return zlib.crc32(repr(options).encode()) & 0xFFFF
+
     def _count(self, share: Share) -> int:
         count = sum(self.plan.model.count_terms(share.microbatch(i)) for i in range(self.plan.microbatches))
         total = torch.as_tensor(count, dtype=torch.int64, device=self.world.device).reshape(1)
@@ -146,7 +164,9 @@ class Step:
     def _gradients(self, params: Mapping[str, Tensor], share: Share, count: int) -> tuple[Gradients, list[Any]]:
         calls = self._stage(share)
         grads = self._buffers()
-        scale = torch.tensor(1.0 / max(count, 1), device=self.world.device, dtype=calls[-1].after.leaves[0].dtype)
+        # The loss is the first output of the last call; on other stages there is no loss to scale.
+        dtype = calls[-1].after.leaves[0].dtype if self.last else self.dtype
+        scale = torch.tensor(1.0 / max(count, 1), device=self.world.device, dtype=dtype)
         executor = Executor(
             calls,
             self.world,
@@ -192,10 +212,23 @@ class Step:
             raise StateError(
                 f"step({type(state).__name__}, ...): expected the state from step.init or from the step before."
             )
-        flat = state.flat
+        flat, slots = state.flat, state.flat_opt
         if set(flat) != set(self.leaves):
             wrong = ", ".join(sorted(set(flat) ^ set(self.leaves)))
             raise StateError(f"this state belongs to another program or stage; it differs in the leaves {wrong}.")
+        for path, leaf in flat.items():
+            shape = self.plan.specs[path].local_shape(self.plan.mesh)
+            if tuple(leaf.shape) != shape or leaf.dtype != self.dtype:
+                raise StateError(
+                    f"this state belongs to another program, layout or dtype: {path} is {leaf.dtype}{list(leaf.shape)}, but "
+                    f"this step has {self.dtype}{list(shape)}."
+                )
+        if set(slots) != set(self.optimizer.slots):
+            raise StateError(
+                f"this state belongs to another optimizer: it has {', '.join(slots) or 'nothing'}, but {self.optimizer.name} "
+                f"keeps {', '.join(self.optimizer.slots) or 'nothing'}. Start with step.init, or build the step with the "
+                "optimizer that made the state."
+            )
         return flat
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from functional_par.errors import ParallelError
+from functional_par.errors import ModelError, ParallelError
 
 Function = Callable[..., tuple[list[Tensor], list[Tensor]]]
 Pull = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
@@ -32,7 +32,15 @@ def func_vjp(f: Function, *primals: Tensor) -> tuple[list[Tensor], list[Tensor],
     if not primals:
         outputs, aux = f()
         return outputs, aux, lambda cotangents: ()
-    outputs, pull, aux = cast(Any, torch.func.vjp(f, *primals, has_aux=True))
+    try:
+        outputs, pull, aux = cast(Any, torch.func.vjp(f, *primals, has_aux=True))
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise ModelError(
+            "a layer uses torch.utils.checkpoint or other saved-tensor hooks, which torch.func does not support. Build the "
+            'step with program.step(..., engine="tape").'
+        ) from error
 
     def once(cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with torch.no_grad():
