@@ -58,10 +58,11 @@ class Typing(TorchDispatchMode):
             and nothing is refused.
     """
 
-    def __init__(self, layer: str) -> None:
+    def __init__(self, layer: str, location: str = "") -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.location = layer, location or f"layer {layer!r}"
         self.values: Any = WeakIdKeyDictionary()
+        self.homes: Any = WeakIdKeyDictionary()
         self.kept: dict[int, Tensor] = {}
         self.twins: dict[int, tuple[Tensor, Tensor]] = {}
         self.uses: list[Use] = []
@@ -89,6 +90,8 @@ class Typing(TorchDispatchMode):
         if known is None:
             known = self._introduce(x)
             self._note(x, known)
+        elif self.homes[x] != _memory(x):
+            raise ModelError(f"{self.where()}: a tensor was given other memory (x.data = y). Use a new name for y.")
         return known
 
     def abstract(self, x: Any) -> Any:
@@ -108,7 +111,7 @@ class Typing(TorchDispatchMode):
 
     def where(self) -> str:
         place = here()
-        return f"layer {self.layer!r}, {place}" if place else f"layer {self.layer!r}"
+        return f"layer {self.layer!r}, {place}" if place else self.location
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._check_operation(func)
@@ -163,7 +166,7 @@ class Typing(TorchDispatchMode):
         return frozenset(Source(s.path, s.owed | missing) for s in v.sources)
 
     def _note(self, x: Tensor, value: Value) -> None:
-        self.values[x] = value
+        self.values[x], self.homes[x] = value, _memory(x)
         # Seen by later traces, to which a constant may come from a cache.
         setattr(x, _MARK, value == CONSTANT)
 
@@ -176,8 +179,9 @@ class Typing(TorchDispatchMode):
             return constant(aliases)
         if aliases:
             raise ModelError(
-                f"{self.where()}: a tensor of shape {list(x.shape)} is made a parameter inside the layer, which cuts it off "
-                "from what it was computed from. Use the tensor itself, or x.detach() if no gradient is meant to flow."
+                f"{self.where()}: a tensor of shape {list(x.shape)} is wrapped inside the layer (nn.Parameter, as_subclass), "
+                "which cuts it off from what it was computed from. Use the tensor itself, or x.detach() if no gradient is "
+                "meant to flow."
             )
         if getattr(x, _MARK, False):
             self.keep(x)
@@ -266,6 +270,8 @@ class Literals(TorchFunctionMode):
         self.typing = typing
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__reduce_ex__:
+            raise ModelError(f"{self.typing.where()}: a tensor is copied or pickled as a Python object. Use x.clone().")
         out = func(*args, **(kwargs or {}))
         if func in _FROM_NUMBERS and isinstance(out, Tensor):
             given = args[1:] if func is torch.Tensor.new_tensor else args

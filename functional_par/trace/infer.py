@@ -157,7 +157,7 @@ class _Tracer:
 
     def _run(self, layer: Layer, slots: tuple[Abstract, ...], structure: Any) -> LayerTrace:
         """Call one layer function on meta tensors, then its backward, and collect what they did."""
-        typing = Typing(layer.name)
+        typing = Typing(layer.name, location(layer))
         batch = {name: typing.input(leaf) for name, leaf in self.batch.items()}
         inputs = [typing.input(slot) for slot in slots]
         chosen = layer.select(dict(zip(layer.paths, inputs, strict=False)))

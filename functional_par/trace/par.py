@@ -10,7 +10,9 @@ from torch import Tensor
 
 from functional_par.comm.base import Group
 from functional_par.errors import ModelError
-from functional_par.par import Par, merge_axes
+from functional_par.par import Par, merge_axes, row_count
+from functional_par.random import Key
+from functional_par.random import key as make_key
 from functional_par.trace import rules
 from functional_par.trace.follow import Typing
 from functional_par.trace.values import Axes, Value
@@ -25,7 +27,18 @@ class TracePar(Par):
     def __init__(self, typing: Typing, setting: Setting, batch: Mapping[str, Tensor]) -> None:
         self.typing, self.setting = typing, setting
         self.mode, self.async_comm, self.batch = setting.mode, setting.async_comm, batch
+        self.key = make_key(0)
         self.merged: set[tuple[str, ...]] = set()
+
+    @property
+    def layer_key(self) -> Key:
+        # The layer's name stays out of the trace, which serves all layers of one function.
+        return self.key
+
+    @property
+    def rows(self) -> Tensor:
+        value = Value(axes=self.setting.data, data=True)
+        return self.typing.emit((row_count(self),), torch.empty((), dtype=torch.int64, device="meta"), value)
 
     def size(self, axis: str) -> int:
         return self.setting.sizes[merge_axes((axis,))[0]]
@@ -80,6 +93,16 @@ class TracePar(Par):
 
     def kernel(self, definition: Callable[..., Any], fast: Callable[..., Any]) -> Any:
         return definition
+
+    def check_stream(self, x: Tensor, what: str) -> None:
+        value = self.typing.value(x)
+        differs = "tp" in value.axes - value.alike
+        if "tp" in self.setting.active and differs != self.sequence_split:
+            raise ModelError(
+                f"{self.typing.where()}: {what} of a value that {'differs' if differs else 'is the same'} along tp. It takes "
+                f"the stream, which in {self.mode.value} {'differs' if self.sequence_split else 'is the same'} along tp: "
+                "what a column_linear gives goes through row_linear first."
+            )
 
     def group(self, axis: str) -> Group:
         raise ModelError(

@@ -21,6 +21,8 @@ import functional_par
 
 _PACKAGE = str(Path(functional_par.__file__).parent) + os.sep
 _OUTSIDE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, einops))
+_STANDARD = str(Path(inspect.__file__).parent) + os.sep
+_INSTALLED = ("site-packages", "dist-packages")
 _GENERATED = ("<frozen ", "<__array_function__", "<eval_with_key>", "<@")
 _MACHINERY = tuple(_PACKAGE + part for part in (f"trace{os.sep}", f"comm{os.sep}", "par.py"))
 _BRICKS = f"{_PACKAGE}nn{os.sep}"
@@ -72,10 +74,15 @@ def _first(frames: Iterable[tuple[str, int, str]]) -> Place | None:
     """The first frame, from the inside out, that belongs to the author of the layer."""
     inside = ""
     for file, line, function in frames:
-        if file.startswith((*_OUTSIDE, *_MACHINERY, *_GENERATED)):
+        if file.startswith((*_OUTSIDE, *_MACHINERY, *_GENERATED)) or _is_standard(file):
             continue
         if file.startswith(_BRICKS):
             inside = f"fp.nn.{function}"
             continue
         return Place(file, line, inside)
     return None
+
+
+def _is_standard(file: str) -> bool:
+    """In Python's own library, beside which packages of others are installed."""
+    return file.startswith(_STANDARD) and not file.removeprefix(_STANDARD).startswith(_INSTALLED)

@@ -1,5 +1,6 @@
 """Errors name the line of the author of the layer, however it is reached."""
 
+import copy
 import functools
 import linecache
 
@@ -111,6 +112,30 @@ def test_a_package_whose_name_begins_like_torch_is_a_users_file():
     exec(compile(source, f"{site}/torchtitan/model.py", "exec"), scope)
     with pytest.raises(MissingCollective, match=r"torchtitan/model\.py:2"):
         program_of(model_of(scope["fn"], MLP))
+
+
+def test_a_function_that_pythons_library_calls_is_the_users():
+    def fn(p, x, par):
+        return functools.reduce(lambda y, w: down(p, y @ p[w].T, par), ["up"], x)  # reduce
+
+    with pytest.raises(MissingCollective, match=line_of("reduce")):
+        program_of(model_of(fn, MLP))
+
+
+def test_pythons_library_is_not_the_line():
+    def fn(p, x, par):
+        return copy.copy(x)  # copy
+
+    with pytest.raises(ModelError, match=line_of("copy")):
+        program_of(model_of(fn, MLP))
+
+
+def test_an_output_that_is_at_fault_is_told_with_the_line_of_the_layer():
+    def fn(p, x, par):  # layer
+        return x.as_subclass(type("Named", (torch.Tensor,), {}))
+
+    with pytest.raises(ModelError, match=line_of("layer")):
+        program_of(model_of(fn, {}))
 
 
 def test_a_builtin_has_no_line():

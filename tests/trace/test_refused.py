@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 
@@ -385,9 +386,31 @@ def other_memory(p, x, par):
     return x * y
 
 
-@refused(ModelError, "is made a parameter inside the layer", g=param(6))
+@refused(ModelError, "is wrapped inside the layer (nn.Parameter, as_subclass)", g=param(6))
 def parameter_made_inside(p, x, par):
     return x * torch.nn.Parameter(p["g"])  # here
+
+
+@refused(ModelError, "is wrapped inside the layer (nn.Parameter, as_subclass)", **MLP)
+def subclass_made_inside(p, x, par):
+    class Named(torch.Tensor):
+        pass
+
+    y = (up(p, x, par) @ p["down"].T).as_subclass(Named)
+    return x * y
+
+
+@refused(ModelError, "was given other memory (x.data = y)", **MLP)
+def data_that_is_assigned(p, x, par):
+    y = x * 1.0
+    y.data = up(p, x, par).detach()
+    return x * y.sum()  # here
+
+
+@refused(ModelError, "is copied or pickled as a Python object", "x.clone()", **MLP)
+def copy_as_a_python_object(p, x, par):
+    y = copy.copy(up(p, x, par).detach())  # here
+    return x * y
 
 
 @refused(ModelError, "draws from torch's global generator", "functional_par.random")
