@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from functional_par.config import build, nanotron, reader, schema
+from functional_par.config import build, limits, nanotron, reader, schema
 from functional_par.config.batch import Batch, resolve
 from functional_par.config.rule import Place
 from functional_par.config.sections import Sections
@@ -66,8 +66,17 @@ class Config:
         source: str = "config",
         overrides: Mapping[str, Any] | None = None,
         origins: Mapping[str, str] | None = None,
+        whole: bool = True,
     ) -> Config:
-        """The same from plain data. ``origins`` says what the giver of an override called its key (``--tp``)."""
+        """The same from plain data.
+
+        Args:
+            data: sections, as in a file.
+            source: what messages call it.
+            overrides: as for ``load``.
+            origins: what the giver of an override called its key (``--tp``).
+            whole: False leaves out ``check``, for who wants one section of a file whose sections do not fit together.
+        """
         names: dict[str, str] = {}
         notes: tuple[str, ...] = ()
         if nanotron.is_nanotron(data):
@@ -75,13 +84,17 @@ class Config:
         data = schema.override(Sections, data, overrides or {})
         place = Place(source, origins={**names, **(origins or {})})
         config = cls(schema.build(Sections, data, place), source, notes)
-        config.check()
+        limits.check_ranks(config.sections.parallelism, source)
+        if whole:
+            config.check()
         return config
 
     def check(self) -> None:
         """Raise ConfigError for keys that are fine alone but not together."""
         build.check(self.sections, self.source)
-        resolve(self.sections.tokens, self._replicas, self.source)
+        limits.check_ranks(self.sections.parallelism, self.source)
+        limits.check_batch(self.batch, self.source)
+        limits.check_tensors(self.sections, self.batch.micro_size, self.source)
         self.optimizer()
 
     def replace(self, **sections: Any) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -46,12 +46,20 @@ FLAGS = (
     Flag("--dtype", "model.dtype", str, "float32, float64 (for proofs) or bfloat16"),
     Flag("--tie", "model.tie", bool, "tie the head to the embedding"),
     Flag("--seed", "general.seed", int, "of initial values, and of the data unless data.seed is given"),
-    Flag("--text", "data.text", str, "a text file or folder to read as bytes"),
-    Flag("--tokens", "data.tokens", str, "a file of token ids"),
+    Flag("--text", "data.text", str, "a text file or folder to read as bytes, relative to the current directory"),
+    Flag("--tokens", "data.tokens", str, "a file of token ids, relative to the current directory"),
     Flag("--token-dtype", "data.token_dtype", str, "uint16 or uint32, for raw token files"),
-    Flag("--metrics-file", "logging.metrics_file", str, "write one JSON object a step to it"),
+    Flag(
+        "--metrics-file",
+        "logging.metrics_file",
+        str,
+        "write one JSON object a step to it, relative to the current directory",
+    ),
     Flag("--log-interval", "logging.iteration_step_info_interval", int, "steps between plain lines"),
 )
+
+KINDS: Mapping[type, Callable[[str], Any]] = {int: reader.integer, float: reader.number, str: str}
+"""How a flag's word is read: numbers as in the file, so that one spelling has one meaning."""
 
 DISPLACES = {
     "tokens.global_batch_size": ("tokens.micro_batch_size",),
@@ -70,7 +78,7 @@ class Options:
     Attributes:
         config: the file under the flags.
         backend: where ranks run; None leaves it to ``fp.run``.
-        print_groups: show the mesh and stop.
+        print_groups: show the mesh and stop; of ``config``, just the mesh is then known to be possible.
         explain: show the table of leaves before training.
     """
 
@@ -93,22 +101,27 @@ def parser(description: str | None = None) -> argparse.ArgumentParser:
     result = _Parser(description=description, allow_abbrev=False, formatter_class=plain)
     result.add_argument("--config-file", required=True, metavar="YAML", help="ours or nanotron's; see specs/")
     for flag in FLAGS:
-        how: dict[str, Any] = {"type": flag.kind, "metavar": {int: "N", float: "X", str: "WORD"}.get(flag.kind)}
+        how: dict[str, Any] = {
+            "type": KINDS.get(flag.kind),
+            "metavar": {int: "N", float: "X", str: "WORD"}.get(flag.kind),
+        }
         if flag.kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
         result.add_argument(flag.name, dest=flag.key, default=None, help=f"{flag.help} ({flag.key})", **how)
     return result
 
 
-def config(arguments: argparse.Namespace) -> Config:
-    """The file that ``--config-file`` names, under the flags. Raises ConfigError."""
+def config(arguments: argparse.Namespace, whole: bool = True) -> Config:
+    """The file that ``--config-file`` names, under the flags; ``whole`` as for ``Config.from_dict``. Raises ConfigError."""
     given = {flag: getattr(arguments, flag.key) for flag in FLAGS if getattr(arguments, flag.key) is not None}
     overrides: dict[str, Any] = {}
     for flag in given:
         overrides.update(dict.fromkeys(DISPLACES.get(flag.key, ())))
     overrides.update({flag.key: value for flag, value in given.items()})
     path = arguments.config_file
-    return Config.from_dict(reader.read(path), path, overrides, {flag.key: flag.name for flag in given})
+    if not path.strip():
+        raise ConfigError(f"--config-file {path!r}: a path is needed, that of a YAML file such as specs/tiny.yaml.")
+    return Config.from_dict(reader.read(path), path, overrides, {flag.key: flag.name for flag in given}, whole)
 
 
 def parse(argv: Sequence[str] | None = None, description: str | None = None) -> Options:
@@ -125,7 +138,8 @@ def parse(argv: Sequence[str] | None = None, description: str | None = None) -> 
     found.add_argument("--explain", action="store_true", help="show every leaf's sharding and debts first")
     arguments = found.parse_args(argv)
     check_backend(arguments.backend)
-    return Options(config(arguments), arguments.backend, arguments.print_groups, arguments.explain)
+    found_config = config(arguments, whole=not arguments.print_groups)
+    return Options(found_config, arguments.backend, arguments.print_groups, arguments.explain)
 
 
 def check_backend(backend: str | None) -> None:

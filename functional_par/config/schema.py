@@ -78,7 +78,10 @@ def _typed(kind: Any, rule: Rule, value: Any, at: Place) -> Any:
             return MISSING
     if not isinstance(value, kind):
         return MISSING
-    return value if rule.choices is None else _choice(rule.choices, value)
+    if rule.choices is not None:
+        return _choice(rule.choices, value)
+    # Every free text is a path or a pattern: an empty one would be the current folder, or match all.
+    return MISSING if kind is str and not value.strip() else value
 
 
 def _choice(choices: tuple[Any, ...], value: Any) -> Any:

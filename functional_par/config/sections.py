@@ -5,13 +5,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
+from typing import Any
 
 from functional_par.config.rule import key
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 DTYPES = ("float32", "float64", "bfloat16")
 LARGEST_SEED = 2**63 - 1
+LARGEST_SIZE = 2**31 - 1
+"""Of a dimension, and of a count that no loop runs over before the first step. Below what int64 can index."""
+MOST_RANKS, MOST_LAYERS, MOST_MICROBATCHES = 100_000, 2048, 16_384
+"""What a plan can hold: each of these is planned one by one."""
+
+
+def _ranks(**rule: Any) -> Any:
+    return key(1, low=1, high=MOST_RANKS, **rule)
+
+
+def _layers(default: Any = MISSING) -> Any:
+    return key(default, low=1, high=MOST_LAYERS)
+
+
+def _size(default: Any = MISSING, low: int = 1) -> Any:
+    return key(default, low=low, high=LARGEST_SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +54,17 @@ class Parallelism:
         stage_layers: layers on each stage, in order, embedding and head included; null cuts by cost. Used when pp > 1.
     """
 
-    dp: int = key(1, low=1)
-    pp: int = key(1, low=1)
-    tp: int = key(1, low=1)
-    cp: int = key(1, low=1, aliases=("context_parallel_size",))
-    ep: int = key(1, low=1, aliases=("expert_parallel_size",))
+    dp: int = _ranks()
+    pp: int = _ranks()
+    tp: int = _ranks()
+    cp: int = _ranks(aliases=("context_parallel_size",))
+    ep: int = _ranks(aliases=("expert_parallel_size",))
     pp_engine: str | None = key("1f1b", choices=("1f1b", "afab"))
     tp_mode: str | None = key("ALL_REDUCE", choices=("ALL_REDUCE", "REDUCE_SCATTER"))
     tp_linear_async_communication: bool | None = key(False)
     tp_recompute_allgather: bool = key(True)
     recompute_layer: bool = key(False, available=(False,), why="layers cannot be recomputed")
-    stage_layers: tuple[int, ...] | None = key(None, low=1)
+    stage_layers: tuple[int, ...] | None = _layers(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +82,15 @@ class Tokens:
         limit_val_batches, limit_test_batches: accepted; without validation they limit nothing.
     """
 
-    sequence_length: int = key(low=1)
-    train_steps: int = key(low=1)
-    micro_batch_size: int | None = key(None, low=1)
-    batch_accumulation_per_replica: int | None = key(None, low=1)
-    global_batch_size: int | None = key(None, low=1)
-    microbatches: int | None = key(None, low=1)
+    sequence_length: int = _size()
+    train_steps: int = _size()
+    micro_batch_size: int | None = _size(None)
+    batch_accumulation_per_replica: int | None = key(None, low=1, high=MOST_MICROBATCHES)
+    global_batch_size: int | None = _size(None)
+    microbatches: int | None = key(None, low=1, high=MOST_MICROBATCHES)
     val_check_interval: int | None = key(-1, available=(-1,), why="there is no validation loop")
-    limit_val_batches: int | None = key(0, low=0)
-    limit_test_batches: int | None = key(0, low=0)
+    limit_val_batches: int | None = _size(0, low=0)
+    limit_test_batches: int | None = _size(0, low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +107,11 @@ class LearningRate:
     """
 
     learning_rate: float = key(3e-4, above=0)
-    lr_warmup_steps: int = key(0, low=0)
+    lr_warmup_steps: int = _size(0, low=0)
     lr_warmup_style: str | None = key("linear", choices=("linear", "constant"))
     lr_decay_style: str | None = key("linear", choices=("linear", "cosine", "1-sqrt"))
-    lr_decay_steps: int | None = key(None, low=0)
-    lr_decay_starting_step: int | None = key(None, low=0)
+    lr_decay_steps: int | None = _size(None, low=0)
+    lr_decay_starting_step: int | None = _size(None, low=0)
     min_decay_lr: float | None = key(None, low=0)
 
 
@@ -154,12 +171,12 @@ class Model:
     """
 
     name: str = key("gpt", choices=("gpt", "llama"))
-    vocab: int = key(256, low=1)
-    d_model: int = key(low=1)
-    n_layers: int = key(low=1)
-    n_heads: int = key(low=1)
-    d_ff: int | None = key(None, low=1)
-    n_kv_heads: int | None = key(None, low=1)
+    vocab: int = _size(256)
+    d_model: int = _size()
+    n_layers: int = _layers()
+    n_heads: int = _size()
+    d_ff: int | None = _size(None)
+    n_kv_heads: int | None = _size(None)
     bias: bool | None = key(None)
     rope_theta: float | None = key(None, above=0)
     norm_eps: float = key(1e-5, above=0)
@@ -173,8 +190,9 @@ class Data:
     """What is read; the standard library's sources when neither file is given.
 
     Attributes:
-        text: a file that is read as bytes (vocabulary 256).
-        tokens: a file of token ids: ``.npy``, or raw numbers of ``token_dtype``.
+        text: a file or folder that is read as bytes (vocabulary 256). A path that does not start with ``/`` is relative
+            to the current directory, not to this file.
+        tokens: a file of token ids: ``.npy``, or raw numbers of ``token_dtype``. Relative as ``text`` is.
         token_dtype: of raw token ids, little-endian.
         seed: of the order of samples; null is ``general.seed``.
     """
@@ -190,10 +208,10 @@ class Logging:
     """Attributes:
     iteration_step_info_interval: steps between two lines when the output is not a terminal.
     log_level, log_level_replica: accepted; nothing is logged besides the progress.
-    metrics_file: one JSON object a step is appended to it.
+    metrics_file: one JSON object a step is written to it; each run starts it anew. Relative to the current directory.
     """
 
-    iteration_step_info_interval: int | None = key(1, low=1)
+    iteration_step_info_interval: int | None = _size(1)
     log_level: str | None = key(None, choices=LOG_LEVELS)
     log_level_replica: str | None = key(None, choices=LOG_LEVELS)
     metrics_file: str | None = key(None)

@@ -24,7 +24,9 @@ def expected(hint: Any, rule: Rule) -> str:
     elif get_origin(inner) is tuple:
         words = f"a list, each {expected(get_args(inner)[0], rule)}"
     else:
-        words = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}[inner] + _bounds(rule)
+        words = {int: "an integer", float: "a number", bool: "true or false", str: "a text that is not empty"}[
+            inner
+        ] + _bounds(rule)
     return words + (", or null" if optional else "")
 
 

@@ -115,12 +115,22 @@ def test_choices_beside_the_configuration(path):
     ("argv", "message"),
     [
         (["--dp", "0"], r"^--dp \(parallelism\.dp\): got 0; expected an integer of at least 1"),
-        (["--dp", "two"], "argument --dp: invalid int value: 'two'. See --help"),
+        (["--dp", "two"], "argument --dp: invalid integer value: 'two'. See --help"),
+        (["--dp", "1_0"], "argument --dp: invalid integer value: '1_0'"),
+        (["--dp", "020"], "argument --dp: invalid integer value: '020'"),
+        (["--lr", "1_0.5"], "argument --lr: invalid number value: '1_0.5'"),
+        (["--lr", "nan"], "argument --lr: invalid number value: 'nan'"),
+        (["--lr", "9" * 400], r"^--lr .*got inf; expected a number above 0"),
+        (["--sequence-length", "9" * 22], r"^--sequence-length \(tokens\.sequence_length\): got 9{22}; .*at most 2147"),
+        (["--global-batch-size", "9" * 16], r"^--global-batch-size .*got 9{16}; expected .* at most 2147483647"),
+        (["--text", ""], r"^--text \(data\.text\): got '' \(a text\); expected a text that is not empty"),
+        (["--tokens", ""], r"^--tokens \(data\.tokens\): got ''"),
+        (["--metrics-file", ""], r"^--metrics-file \(logging\.metrics_file\): got ''"),
         (["--tp-mode", "scatter"], r"^--tp-mode \(parallelism\.tp_mode\): got 'scatter'"),
         (["--pp-engine", "gpipe"], r"^--pp-engine \(parallelism\.pp_engine\): got 'gpipe'"),
         (["--dtype", "float16"], r"^--dtype \(model\.dtype\): got 'float16'"),
         (["--steps", "-1"], r"^--steps \(tokens\.train_steps\): got -1"),
-        (["--lr", "nan"], r"^--lr .*got nan; expected a number above 0"),
+        (["--lr", ".nan"], r"^--lr .*got nan; expected a number above 0"),
         (["--seed", "-5"], r"^--seed \(general\.seed\): got -5"),
         (["--backend", "mpi"], "argument --backend: invalid choice: 'mpi'"),
         (["--dq", "2"], "unrecognized arguments: --dq 2"),
@@ -140,6 +150,35 @@ def test_a_bad_flag_is_named(path, argv, message, monkeypatch):
 def test_a_configuration_is_required():
     with pytest.raises(ConfigError, match="the following arguments are required: --config-file"):
         flags.parse([])
+
+
+@pytest.mark.parametrize("empty", ["", " "])
+def test_an_empty_configuration_path_is_named(empty):
+    with pytest.raises(ConfigError, match=f"^--config-file '{empty}': a path is needed"):
+        flags.parse(["--config-file", empty])
+
+
+@pytest.mark.parametrize("argv", [["--dp", "3"], ["--microbatches", "5"], ["--lr", "1e-9", "--steps", "1"]])
+def test_groups_need_a_mesh_and_nothing_else(path, argv):
+    argv = ["--global-batch-size", "8", *argv]
+    options = parse(path, "--print-groups", *argv)
+    assert options.print_groups
+    assert options.config.mesh().tp == 2
+
+
+def test_groups_of_an_impossible_mesh_are_refused(path):
+    with pytest.raises(ConfigError, match="got 0; expected an integer of at least 1"):
+        parse(path, "--print-groups", "--dp", "0")
+    with pytest.raises(
+        ConfigError, match=r"pp=2 \* parallelism\.dp=99999 \* parallelism\.tp=2 = 399996 ranks; at most 100000"
+    ):
+        parse(path, "--print-groups", "--dp", "99999")
+
+
+def test_help_says_what_paths_are_relative_to(capsys):
+    with pytest.raises(SystemExit):
+        flags.parse(["--help"])
+    assert " ".join(capsys.readouterr().out.split()).count("relative to the current directory") == 3
 
 
 def test_threads_under_torchrun_are_refused(path, monkeypatch):

@@ -1,11 +1,12 @@
 """From plain data to sections: every kind of wrong key and value, with what the message says."""
 
 import dataclasses
+from typing import get_type_hints
 
 import pytest
 
 from functional_par.config import schema
-from functional_par.config.rule import Place
+from functional_par.config.rule import Place, strip_optional
 from functional_par.config.sections import Sections
 from functional_par.errors import ConfigError
 
@@ -69,7 +70,9 @@ def test_a_missing_section_is_named(section):
 def test_a_missing_key_is_named(path):
     section, name = path.split(".")
     data = {**GOOD, section: {k: v for k, v in GOOD[section].items() if k != name}}
-    with pytest.raises(ConfigError, match=rf"x\.yaml: {path} is missing: expected an integer of at least 1\."):
+    with pytest.raises(
+        ConfigError, match=rf"x\.yaml: {path} is missing: expected an integer of at least 1 and of at most \d+\."
+    ):
         build(data)
 
 
@@ -90,11 +93,15 @@ def test_a_missing_key_is_named(path):
             [1, "2"],
             r"got \[1, '2'\] \(a list\); expected a list, each an integer of at least 1",
         ),
-        ("parallelism.stage_layers", [0], "expected a list, each an integer of at least 1, or null"),
+        (
+            "parallelism.stage_layers",
+            [0],
+            "expected a list, each an integer of at least 1 and of at most 2048, or null",
+        ),
         ("parallelism.stage_layers", 3, "got 3; expected a list"),
         ("tokens.sequence_length", 0, "expected an integer of at least 1"),
         ("tokens.train_steps", -1, "expected an integer of at least 1"),
-        ("tokens.micro_batch_size", 0, "expected an integer of at least 1, or null"),
+        ("tokens.micro_batch_size", 0, "expected an integer of at least 1 and of at most 2147483647, or null"),
         ("tokens.batch_accumulation_per_replica", 0, "expected an integer of at least 1"),
         ("tokens.global_batch_size", -8, "got -8; expected an integer of at least 1"),
         ("tokens.microbatches", 0, "expected an integer of at least 1"),
@@ -121,7 +128,11 @@ def test_a_missing_key_is_named(path):
         ("model.tie", "no", "expected true or false"),
         ("model.dtype", "float16", "expected one of float32, float64, bfloat16"),
         ("model.norm_eps", 0, "expected a number above 0"),
-        ("data.text", 3, "got 3; expected a text, or null"),
+        ("data.text", 3, "got 3; expected a text that is not empty, or null"),
+        ("data.text", "", r"got '' \(a text\); expected a text that is not empty, or null"),
+        ("data.tokens", " ", r"got ' ' \(a text\); expected a text that is not empty"),
+        ("logging.metrics_file", "", "expected a text that is not empty"),
+        ("optimizer.weight_decay_exclude_named_params", [""], "expected a list, each a text that is not empty"),
         ("general.seed", -1, "expected an integer of at least 0 and of at most"),
         ("general.seed", 2**63, "expected an integer of at least 0 and of at most"),
         ("logging.iteration_step_info_interval", 0, "expected an integer of at least 1"),
@@ -183,3 +194,20 @@ def test_an_override_of_a_key_that_is_not_there_is_unknown():
 def test_an_override_inside_a_broken_section_leaves_the_section_to_be_reported():
     with pytest.raises(ConfigError, match="parallelism: got 3; expected a section"):
         build(schema.override(Sections, {**GOOD, "parallelism": 3}, {"parallelism.dp": 2}))
+
+
+def integers(cls=Sections, path=""):
+    for field in dataclasses.fields(cls):
+        hint = strip_optional(get_type_hints(cls)[field.name])[0]
+        if dataclasses.is_dataclass(hint):
+            yield from integers(hint, f"{path}{field.name}.")
+        elif hint in (int, tuple[int, ...]):
+            yield f"{path}{field.name}", hint
+
+
+@pytest.mark.parametrize(("path", "hint"), list(integers()))
+@pytest.mark.parametrize("value", [2**63, 10**22])
+def test_every_integer_has_an_upper_bound(path, hint, value):
+    given, shown = (value, str(value)) if hint is int else ([value], rf"\[{value}\]")
+    with pytest.raises(ConfigError, match=rf"^x\.yaml: {path}: (got )?{shown}.*(of at most \d+|one of|not available)"):
+        build(with_key(path, given))
