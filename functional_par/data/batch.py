@@ -88,6 +88,8 @@ def batches(
     """
     for name, value, least in (("batch_size", batch_size, 1), ("start", start, 0), ("steps", steps or 0, 0)):
         _at_least(name, value, least)
+    if not isinstance(corpus, Corpus):
+        raise DataError(f"corpus is a {type(corpus).__name__}; make a fp.data.Corpus of it, or load one.")
     windows(corpus, seq_len)
     numbers = count(start) if steps is None else range(start, start + steps)
     return (Batch(corpus, step, batch_size, seq_len, seed) for step in numbers)

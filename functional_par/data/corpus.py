@@ -23,7 +23,8 @@ class Corpus:
         name: what errors call it.
 
     Raises:
-        DataError: if there are no tokens, or an id is outside the vocabulary (which one, and where).
+        DataError: if there are no tokens, they are no array of integers, or an id is outside the vocabulary (which one,
+            and where).
 
     >>> len(Corpus(np.array([0, 1, 1, 0]), vocab=2))
     4
@@ -35,8 +36,12 @@ class Corpus:
 
     def __post_init__(self) -> None:
         if isinstance(self.tokens, Tensor):
-            object.__setattr__(self, "tokens", self.tokens.detach().cpu().numpy())
+            object.__setattr__(self, "tokens", _array(self.name, self.tokens))
         check_vocab(self.name, self.vocab)
+        if not isinstance(self.tokens, np.ndarray):
+            raise DataError(
+                f"{self.name}: tokens are a {type(self.tokens).__name__}; give a numpy array or a tensor of integers."
+            )
         if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
             raise DataError(
                 f"{self.name}: tokens of shape {self.tokens.shape} and dtype {self.tokens.dtype}; "
@@ -66,17 +71,39 @@ class Corpus:
         for start in range(0, len(self), _CHUNK):
             yield start, self.tokens[start : start + _CHUNK]
 
+    def _counts(self) -> np.ndarray:
+        """How often each id occurs that does. Takes memory for those, not for a vocabulary of any size."""
+        ids, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+        for _, chunk in self._chunks():
+            here, times = _frequencies(chunk.astype(np.int64))
+            ids, where = np.unique(np.concatenate([ids, here]), return_inverse=True)
+            counts = np.bincount(where, np.concatenate([counts, times])).astype(np.int64)
+        return counts
+
     def unigram_entropy(self) -> float:
         """Entropy of the frequencies of single tokens, in nats: the best loss of a model that sees no context.
 
         >>> round(Corpus(np.array([0, 1, 2, 3]), vocab=4).unigram_entropy(), 4)
         1.3863
         """
-        counts = np.zeros(self.vocab, dtype=np.int64)
-        for _, chunk in self._chunks():
-            counts += np.bincount(chunk.astype(np.int64), minlength=self.vocab)
-        shares = counts[counts > 0] / len(self)
+        shares = self._counts() / len(self)
         return max(0.0, -float((shares * np.log(shares)).sum()))
+
+
+def _frequencies(chunk: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a chunk and how often each occurs; by counting, which is faster than by sorting, unless ids are huge."""
+    if chunk.max() > _CHUNK:
+        return np.unique(chunk, return_counts=True)
+    counts = np.bincount(chunk)
+    ids = np.flatnonzero(counts)
+    return ids, counts[ids]
+
+
+def _array(name: str, tokens: Tensor) -> np.ndarray:
+    try:
+        return tokens.detach().cpu().numpy()
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise DataError(f"{name}: this tensor ({tokens.dtype}, {tokens.device}) cannot be read: {error}.") from None
 
 
 def check_vocab(name: str, vocab: int) -> None:

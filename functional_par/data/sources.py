@@ -28,8 +28,8 @@ def stdlib_text(max_bytes: int = 8 << 20) -> Corpus:
     Raises:
         DataError: if this Python comes without its sources.
     """
-    if max_bytes < 1:
-        raise DataError(f"stdlib_text(max_bytes={max_bytes}): at least 1 is needed.")
+    if not isinstance(max_bytes, int) or max_bytes < 1:
+        raise DataError(f"stdlib_text(max_bytes={max_bytes!r}): an integer of at least 1 is needed.")
     root = Path(sysconfig.get_path("stdlib"))
     parts, size = [], 0
     for path in _files(root, lambda folder: folder not in _SKIPPED):
@@ -85,20 +85,28 @@ def load_tokens(path: str | Path, vocab: int, dtype: DTypeLike | None = None) ->
 
 def _load_npy(path: Path, dtype: DTypeLike | None) -> np.ndarray:
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        # Not numpy.load, which takes archives and pickles for token files too.
+        tokens = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError) as error:
-        raise DataError(f"{path} is not a .npy file of integers: {error}.") from error
-    if dtype is not None and tokens.dtype != np.dtype(dtype):
-        raise DataError(f"{path} holds {tokens.dtype}, not {np.dtype(dtype)}; leave dtype out for .npy files.")
+        raise DataError(
+            f"{path} is not a .npy file of integers: {error}. Save one array of integers with numpy.save."
+        ) from error
+    if dtype is not None and tokens.dtype != _known_dtype(dtype):
+        raise DataError(f"{path} holds {tokens.dtype}, not {dtype}; leave dtype out for .npy files.")
     return tokens
+
+
+def _known_dtype(dtype: DTypeLike | None) -> np.dtype | None:
+    try:
+        return None if dtype is None else np.dtype(dtype)
+    except TypeError:
+        return None
 
 
 def _raw_dtype(path: Path, dtype: DTypeLike | None) -> np.dtype:
     allowed = (np.dtype("<u2"), np.dtype("<u4"))
-    try:
-        chosen = None if dtype is None else np.dtype(dtype).newbyteorder("<")
-    except TypeError:
-        chosen = None
+    known = _known_dtype(dtype)
+    chosen = None if known is None else known.newbyteorder("<")
     if chosen not in allowed:
         raise DataError(f"{path} with dtype {dtype!r}: raw token ids need dtype='uint16' or 'uint32'.")
     return chosen
@@ -112,10 +120,17 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
 
 
 def _existing(path: str | Path) -> Path:
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise DataError(f"{path} does not exist; give the path of a file{_nearest(path)}.")
-    return path
+    if not isinstance(path, str | Path) or not str(path).strip():
+        raise DataError(f"{path!r} is no path; give the path of a file or folder.")
+    try:
+        path = Path(path).expanduser()
+        if path.exists():
+            return path
+        where = "" if path.is_absolute() else f" (looked for {path.absolute()})"
+        near = _nearest(path)
+    except (OSError, RuntimeError) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+    raise DataError(f"{path} does not exist{where}; give the path of a file or folder{near}.")
 
 
 def _nearest(path: Path) -> str:

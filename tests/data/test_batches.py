@@ -124,3 +124,8 @@ def test_rows_that_the_batch_lacks_are_an_error(start, stop):
     (batch,) = batches(COUNTING, batch_size=4, seq_len=4, start=3, steps=1)
     with pytest.raises(DataError, match=rf"rows {start} to {stop} of the batch of step 3, which has 4 rows"):
         batch.rows(start, stop)
+
+
+def test_what_is_no_corpus_is_refused():
+    with pytest.raises(DataError, match=r"corpus is a list; make a fp\.data\.Corpus of it"):
+        batches([1, 2, 3], batch_size=1, seq_len=1)

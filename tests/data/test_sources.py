@@ -33,7 +33,7 @@ def test_a_python_without_sources_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(DataError, match=r"comes without the sources of its standard library; name a text file"):
         stdlib_text()
-    with pytest.raises(DataError, match=r"max_bytes=0\): at least 1"):
+    with pytest.raises(DataError, match=r"max_bytes=0\): an integer of at least 1"):
         stdlib_text(0)
 
 
@@ -79,10 +79,24 @@ def saved(folder, name, array):
     return folder / name
 
 
+def archive(folder, name):
+    with open(folder / name, "wb") as file:
+        np.savez(file, a=np.arange(3))
+    return folder / name
+
+
 @pytest.mark.parametrize(
     ("load", "message"),
     [
-        (lambda d: load_text(d / "none" / "a.txt"), r"none/a\.txt does not exist; .* \(the folder .* does\)"),
+        (
+            lambda d: load_text(d / "none" / "a.txt"),
+            r"none/a\.txt does not exist; give the path of a file or folder \(the folder .* does\)\.$",
+        ),
+        (lambda d: load_text(""), r"^'' is no path; give the path of a file or folder"),
+        (lambda d: load_tokens(" ", 8), r"^' ' is no path"),
+        (lambda d: load_text(None), r"^None is no path"),
+        (lambda d: load_text(d / ("x" * 300)), r"x cannot be read: File name too long"),
+        (lambda d: load_text("~nobody-of-this-name/a"), r"a cannot be read: .*home directory"),
         (lambda d: load_tokens(d / "none.bin", 8, "uint16"), r"none\.bin does not exist"),
         (lambda d: load_text(write(d, "empty", b"")), r"empty is empty"),
         (lambda d: load_text(d), r" is empty"),
@@ -108,11 +122,39 @@ def saved(folder, name, array):
         (lambda d: load_tokens(write(d, "a.npy", pickle.dumps([1])), 8), r"a\.npy is not a \.npy file of integers"),
         (lambda d: load_tokens(write(d, "a.npy", b""), 8), r"a\.npy is not a \.npy file of integers"),
         (lambda d: load_tokens(saved(d, "a.npy", np.zeros(3, "i4")), 8, "uint16"), r"a\.npy holds int32, not uint16"),
+        (
+            lambda d: load_tokens(saved(d, "a.npy", np.zeros(3, "i4")), 8, "nonsense"),
+            r"a\.npy holds int32, not nonsense",
+        ),
+        (
+            lambda d: load_tokens(archive(d, "a.npy"), 8),
+            r"a\.npy is not a \.npy file of integers: .*Save one array of integers with numpy",
+        ),
+        (lambda d: load_tokens(write(d, "a.npy", b"PK\3\4" + bytes(40)), 8), r"a\.npy is not a \.npy file of integers"),
+        (lambda d: load_tokens(saved(d, "a.npy", np.array(3)), 8), r"a\.npy: tokens of shape \(\)"),
+        (lambda d: load_tokens(saved(d, "a.npy", np.zeros(0, int)), 8), r"a\.npy is (empty|not a \.npy file)"),
+        (
+            lambda d: load_tokens(saved(d, "a.npy", np.zeros(3, "i4,i4")), 8),
+            r"a\.npy: tokens of shape \(3,\) and dtype",
+        ),
     ],
 )
 def test_files_that_cannot_be_used_are_errors_that_name_them(tmp_path, load, message):
     with pytest.raises(DataError, match=message):
         load(tmp_path)
+
+
+def test_a_missing_relative_path_says_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        DataError, match=rf"^none/a\.txt does not exist \(looked for {tmp_path}/none/a\.txt\); give the path"
+    ):
+        load_text("none/a.txt")
+
+
+def test_a_length_that_is_none_is_refused():
+    with pytest.raises(DataError, match=r"max_bytes='8'\): an integer of at least 1"):
+        stdlib_text("8")
 
 
 @pytest.mark.parametrize("load", [load_text, lambda path: load_tokens(path, 8, "uint16")])
