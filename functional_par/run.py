@@ -17,6 +17,8 @@ from functional_par.launch import launched, run_process
 from functional_par.mesh import Mesh
 
 Backend = Literal["threads", "gloo", "nccl"]
+MOST_THREADS = 256
+"""Ranks that one process runs; beyond, switching between threads takes the time that their work does not."""
 GRACE = 5.0
 """Seconds that ranks get to notice that another has failed."""
 
@@ -45,7 +47,7 @@ def run(
 
     Raises:
         MeshError: if the mesh does not have as many ranks as there are processes.
-        CommError: for an unknown backend, or one of processes without torchrun.
+        CommError: for an unknown backend, one of processes without torchrun, or more than 256 threads.
         Exception: whatever ``main`` raised first on any rank; the other ranks are stopped.
 
     >>> run(lambda world: world.rank * 10, Mesh(dp=2))
@@ -58,6 +60,11 @@ def run(
     if backend is None:
         backend = "threads" if not launched() else "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "threads":
+        if mesh.size > MOST_THREADS:
+            raise CommError(
+                f"{mesh} has {mesh.size} ranks; at most {MOST_THREADS} run as threads of one process. Start "
+                f"{mesh.size} processes (torchrun --nproc-per-node N), or make the mesh smaller."
+            )
         return _run_threads(main, mesh, torch.device(device or "cpu"), timeout)
     if backend in ("gloo", "nccl"):
         return run_process(main, mesh, backend, None if device is None else torch.device(device), timeout)

@@ -23,6 +23,11 @@ def test_results_come_in_rank_order(size):
     assert run(main, Mesh(dp=size)) == [(rank, rank) for rank in range(size)]
 
 
+def test_more_ranks_than_threads_are_refused():
+    with pytest.raises(CommError, match=r"Mesh\(dp=257\) has 257 ranks; at most 256 run as threads .*torchrun"):
+        run(lambda world: None, Mesh(dp=257))
+
+
 def test_the_first_failing_rank_is_named_and_keeps_its_traceback(capsys):
     def main(world):
         if world.rank == 2:

@@ -12,30 +12,69 @@ from typing import Any
 
 from functional_par.errors import ConfigError
 
+KEY = "logging.metrics_file (--metrics-file)"
+
 
 def check_writable(path: str | None) -> None:
     """Raise ConfigError if the file cannot be made; makes nothing."""
     if path is None:
         return
-    folder = Path(path).parent
-    if Path(path).is_dir():
-        raise ConfigError(f"logging.metrics_file (--metrics-file): {path} is a folder; give the path of a file.")
-    if not folder.is_dir():
-        raise ConfigError(f"logging.metrics_file (--metrics-file): the folder {folder} does not exist; make it first.")
-    if not os.access(path if Path(path).exists() else folder, os.W_OK):
-        raise ConfigError(f"logging.metrics_file (--metrics-file): {path} cannot be written; choose another place.")
+    try:
+        wrong = _wrong(Path(path))
+    except OSError as error:
+        raise _cannot(path, error) from None
+    if wrong:
+        raise ConfigError(f"{KEY}: {wrong}")
+
+
+def _wrong(path: Path) -> str | None:
+    if "\0" in str(path):
+        return f"{str(path)!r} is no name of a file: it has a null byte."
+    if path.is_dir():
+        return f"{path} is a folder; give the path of a file."
+    if not path.parent.is_dir():
+        return f"the folder {path.parent} does not exist; make it first."
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"{path} cannot be written; choose another place."
+    return None
 
 
 @contextmanager
 def metrics_file(path: str) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """A function that writes one record; the file starts empty."""
-    with open(path, "w", encoding="utf-8") as file:
+    """A function that writes one record; the file starts empty.
 
-        def write(record: Mapping[str, Any]) -> None:
-            file.write(encode(record) + "\n")
-            file.flush()
+    Raises:
+        ConfigError: with the reason, as soon as the file cannot be opened or a record cannot be written.
+    """
+    # Without a buffer: what could not be written must not be tried once more, and fail once more, when the file closes.
+    with _told(path):
+        file = open(path, "wb", buffering=0)  # noqa: SIM115
 
+    def write(record: Mapping[str, Any]) -> None:
+        rest = encode(record).encode() + b"\n"
+        with _told(path):
+            while rest:
+                rest = rest[file.write(rest) :]
+
+    try:
         yield write
+    finally:
+        with _told(path):
+            file.close()
+
+
+@contextmanager
+def _told(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _cannot(path, error) from None
+
+
+def _cannot(path: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{KEY}: {path} cannot be written: {error.strerror or error}. Make room, or choose another place."
+    )
 
 
 def encode(record: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from functional_par.launch import launched
 from functional_par.mesh import Mesh
 from functional_par.report.header import header
 from functional_par.report.metrics_file import check_writable
+from functional_par.run import MOST_THREADS
 
 if TYPE_CHECKING:
     from functional_par.data import Corpus
@@ -29,6 +30,7 @@ def prepare(options: Options, mesh: Mesh, program: Program, corpus: Corpus) -> N
 
     config = options.config
     check_world(mesh)
+    check_threads(mesh, options.backend or default_backend())
     plan = program.plan(mesh)
     data.batches(corpus, batch_size=config.global_batch_size, seq_len=config.seq_len, steps=config.steps)
     check_writable(config.sections.logging.metrics_file)
@@ -45,6 +47,16 @@ def check_world(mesh: Mesh) -> None:
     if not ranks.isdigit():
         raise MeshError(f"WORLD_SIZE={ranks!r} in the environment: the number of processes is needed.")
     mesh.check_world(int(ranks))
+
+
+def check_threads(mesh: Mesh, backend: str) -> None:
+    """Raise MeshError for more ranks than one process can run as threads in any useful time."""
+    if backend == "threads" and mesh.size > MOST_THREADS:
+        raise MeshError(
+            f"{mesh} has {mesh.size} ranks, and without torchrun each is a thread of this process; at most {MOST_THREADS} "
+            f"are started. Start {mesh.size} processes (torchrun --nproc-per-node N), or make the mesh smaller. "
+            "To look at a layout without running it: python -m functional_par plan."
+        )
 
 
 def default_backend() -> str:

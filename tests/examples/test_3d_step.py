@@ -87,6 +87,24 @@ def test_print_groups_shows_the_mesh_and_stops(example, capsys, tmp_path):
     assert not path.exists()
 
 
+def test_print_groups_needs_a_mesh_and_no_batch(example, capsys):
+    assert example.main(["--config-file", ONE, "--dp", "3", "--print-groups"]) == []
+    assert capsys.readouterr().out == fp.Mesh(dp=3).table() + "\n"
+
+
+@pytest.mark.parametrize("layout", [[], ["--dp", "2", "--pp", "2"]])
+def test_a_full_disk_ends_all_ranks_with_one_error(example, book, layout):
+    with pytest.raises(fp.ConfigError, match="/dev/full cannot be written: No space left on device"):
+        example.main(["--config-file", ONE, "--text", book, "--metrics-file", "/dev/full", *layout])
+
+
+def test_a_batch_beyond_memory_is_a_message_and_exit_code_two(book):
+    code, _, err = shell(str(SCRIPT), "--config-file", ONE, "--text", book, "--global-batch-size", str(2**31 - 1))
+    assert code == 2
+    assert err.startswith("error: out of memory: ")
+    assert err.count("\n") == 1
+
+
 def test_explain_shows_every_leaf_before_training(example, book, capsys):
     example.main(["--config-file", ONE, "--dp", "2", "--text", book, "--steps", "1", "--explain"])
     assert "attn.out.weight" in capsys.readouterr().out
@@ -101,6 +119,10 @@ def test_explain_shows_every_leaf_before_training(example, book, capsys):
         (["--pp", "9"], fp.CompositionError, "pp=9"),
         (["--text", "nowhere.txt"], fp.DataError, "does not exist"),
         (["--sequence-length", "20000000"], fp.DataError, "too few for seq_len"),
+        (["--sequence-length", "2000000000"], fp.ConfigError, "numbers in the attention weights"),
+        (["--sequence-length", "9" * 23], fp.ConfigError, "--sequence-length .* at most 2147483647"),
+        (["--dp", "257", "--global-batch-size", "257"], fp.MeshError, "257 ranks, and without torchrun"),
+        (["--text", ""], fp.ConfigError, "--text .*a text that is not empty"),
         (["--metrics-file", "nowhere/m.jsonl"], fp.ConfigError, "does not exist; make it first"),
     ],
 )

@@ -1,9 +1,13 @@
 """How a script ends: message, traceback and exit code for every kind of end."""
 
+import errno
 import io
+import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
 
 import functional_par as fp
 from functional_par.report import exits
@@ -45,7 +49,45 @@ def test_what_the_user_can_mend_is_a_message_and_two(error, capsys):
     assert capsys.readouterr().err == "error: wrong key\n"
 
 
-@pytest.mark.parametrize("error", [RuntimeError("defect"), fp.DeadlockError("defect"), fp.StateError("defect")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 1.02 TiB"),
+        torch.OutOfMemoryError("Unable to allocate 1.02 TiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: Unable to allocate 1.02 TiB"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_too_little_memory_is_a_message_and_two(error, capsys):
+    assert exit_code(ends_with(error)) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: out of memory: ")
+    assert "Unable to allocate 1.02 TiB. Take a smaller model" in err
+    assert err.count("\n") == 1
+
+
+def test_memory_that_cannot_be_had_is_a_message_and_two(capsys):
+    assert exit_code(lambda: torch.empty(2**50)) == 2
+    assert capsys.readouterr().err.startswith("error: out of memory: ")
+    assert exit_code(lambda: np.empty(2**50)) == 2
+
+
+def test_a_full_disk_is_a_message_and_two(capsys, monkeypatch):
+    monkeypatch.setattr(exits, "_drop_output", lambda: None)
+    assert exit_code(ends_with(OSError(errno.ENOSPC, "No space left on device"))) == 2
+    assert capsys.readouterr().err == "error: No space left on device. Make room for the output.\n"
+
+
+def test_output_that_has_no_room_is_one_message_also_when_python_ends():
+    code = "import sys; from functional_par.report import exit_code; sys.exit(exit_code(lambda: print('x' * 100_000)))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device. Make room for the output.\n")
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("defect"), OSError(errno.EIO, "defect"), fp.DeadlockError("defect"), fp.StateError("defect")]
+)
 def test_a_defect_is_one_traceback_and_one(error, capsys):
     assert exit_code(ends_with(error)) == 1
     assert capsys.readouterr().err.count("Traceback") == 1
