@@ -17,14 +17,20 @@ from functional_par.plan import Plan
 
 @dataclass(frozen=True)
 class Share:
-    """Rows of one replica, on its device; microbatch ``i`` is the ``i``-th of equal pieces."""
+    """Rows of one replica, on its device; microbatch ``i`` is the ``i``-th of equal pieces, of ``rows`` rows each. The
+    first row of the share is row ``start`` of the global batch."""
 
     fields: Mapping[str, Tensor]
     rows: int
+    start: int = 0
 
     def microbatch(self, i: int) -> dict[str, Tensor]:
         """Fields of microbatch ``i``."""
         return {name: x[i * self.rows : (i + 1) * self.rows] for name, x in self.fields.items()}
+
+    def first_row(self, i: int) -> int:
+        """Index within the global batch of the first row of microbatch ``i``."""
+        return self.start + i * self.rows
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of a microbatch's fields."""
@@ -67,7 +73,7 @@ def share_of(plan: Plan, world: World, batch: Any) -> Share:
     if (got := _common_size(fields)) != share:
         raise DataError(f"batch.rows({start}, {stop}) returned {got} rows, but {share} were asked for.")
     _check_fields(plan.model, fields)
-    return Share({name: x.to(world.device) for name, x in fields.items()}, share // plan.microbatches)
+    return Share({name: x.to(world.device) for name, x in fields.items()}, share // plan.microbatches, start)
 
 
 def _common_size(batch: Mapping[str, Tensor]) -> int:

@@ -132,14 +132,15 @@ class Model:
             self.params,
         )
 
-    def __call__(self, params: Mapping[str, Any], batch: Batch, par: Par | None = None) -> Tensor:
-        """Mean loss of a batch in one process: the reference that every layout must equal."""
+    def __call__(self, params: Mapping[str, Any], batch: Batch, par: RunPar | None = None) -> Tensor:
+        """Mean loss of a batch in one process: the reference that every layout must equal. What a layer draws, such as
+        dropout, follows from ``par.key``, by default that of the first step from seed 0."""
         par = RunPar(batch=batch) if par is None else par
         leaves = tree.flatten(params)
         x: Any = batch
         for layer in self.layers:
-            x = layer.fn(layer.select(leaves), x, par)
-        total, count = self.loss.fn(self.loss.select(leaves), x, par)
+            x = layer.fn(layer.select(leaves), x, par.within(layer.name))
+        total, count = self.loss.fn(self.loss.select(leaves), x, par.within(LOSS))
         return total / max(int(count), 1)
 
     def rename(self, aliases: Mapping[str, str]) -> Model:

@@ -32,8 +32,10 @@ from torch import Tensor
 from functional_par.comm import collectives
 from functional_par.comm.base import Group
 from functional_par.comm.solo import SoloGroup
-from functional_par.errors import CompositionError, MeshError
+from functional_par.errors import CompositionError, MeshError, ModelError
 from functional_par.mesh import AXES
+from functional_par.random import Key
+from functional_par.random import key as make_key
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -69,11 +71,24 @@ class Par(ABC):
         mode: how activations lie between tensor-parallel layers.
         async_comm: whether layers overlap communication with computation.
         batch: this microbatch's fields, on every stage.
+        key: names the random numbers of this step: a function of (seed, step), the same on every rank. The trace has
+            another key than the run, so a layer must not branch on its bits.
     """
 
     mode: TensorParallelMode
     async_comm: bool
     batch: Mapping[str, Tensor]
+    key: Key
+
+    @property
+    @abstractmethod
+    def layer_key(self) -> Key:
+        """``key`` folded with the name of the running layer: layers that share one function draw different numbers."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """Index within the global batch of each row of this microbatch, int64 [rows]. It differs along the data axes."""
 
     @property
     def sequence_split(self) -> bool:
@@ -185,6 +200,11 @@ class Par(ABC):
         from which types are inferred, and ``fast``, which may hold a hand-written pullback."""
 
     @abstractmethod
+    def check_stream(self, x: Tensor, what: str) -> None:
+        """ModelError in the trace, naming ``what``, unless ``x`` lies over tp as the stream does: the same on every
+        rank in ALL_REDUCE, different in REDUCE_SCATTER."""
+
+    @abstractmethod
     def group(self, axis: str) -> Group:
         """The raw communication along an axis, for use inside ``fast`` kernels."""
 
@@ -197,6 +217,9 @@ class RunPar(Par):
     Attributes:
         groups: axes (merged in mesh order) to this rank's group.
         fast: False runs every kernel by its definition.
+        key: of step ``t`` from seed ``s`` it is ``step_key(s, t)``; by default the first step's of seed 0.
+        layer: name of the running layer.
+        first_row: index within the global batch of the first row of ``batch``.
     """
 
     groups: Mapping[tuple[str, ...], Group] = field(default_factory=dict)
@@ -205,10 +228,28 @@ class RunPar(Par):
     batch: Mapping[str, Tensor] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     fast: bool = True
+    key: Key = field(default=make_key(0).fold(0), kw_only=True)
+    layer: str = field(default="", kw_only=True)
+    first_row: int = field(default=0, kw_only=True)
 
-    def with_batch(self, batch: Mapping[str, Tensor]) -> RunPar:
+    def with_batch(self, batch: Mapping[str, Tensor], first_row: int = 0) -> RunPar:
         """The same, about another microbatch."""
-        return replace(self, batch=batch)
+        return replace(self, batch=batch, first_row=first_row)
+
+    def within(self, layer: str) -> RunPar:
+        """The same, inside the layer of that name."""
+        # A layer call is short enough to notice what `replace` costs.
+        inside = object.__new__(RunPar)
+        inside.__dict__.update(self.__dict__, layer=layer)
+        return inside
+
+    @property
+    def layer_key(self) -> Key:
+        return self.key.fold(self.layer)
+
+    @property
+    def rows(self) -> Tensor:
+        return torch.arange(self.first_row, self.first_row + row_count(self), device=self.device)
 
     def size(self, axis: str) -> int:
         return self.group(axis).size
@@ -267,6 +308,21 @@ class RunPar(Par):
 
     def kernel(self, definition: F, fast: F) -> F:
         return fast if self.fast else definition
+
+    def check_stream(self, x: Tensor, what: str) -> None:
+        pass
+
+
+def step_key(seed: int, step: int) -> Key:
+    """The key of one step: ``par.key`` on every rank."""
+    return make_key(seed).fold(step)
+
+
+def row_count(par: Par) -> int:
+    """Number of rows of this microbatch; ModelError without a batch."""
+    for x in par.batch.values():
+        return x.shape[0]
+    raise ModelError("par.rows: this par has no batch whose rows it could count; make it with RunPar(batch=...).")
 
 
 def merge_axes(axes: tuple[str, ...]) -> tuple[str, ...]:

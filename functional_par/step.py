@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from functional_par.errors import CompositionError, NonFiniteError, StateError
 from functional_par.metrics import Totals, check_norm, clip_coefficient
 from functional_par.model import init_leaf
 from functional_par.optim import Optimizer
-from functional_par.par import RunPar
+from functional_par.par import RunPar, step_key
 from functional_par.pipeline.execute import Executor, Neighbours
 from functional_par.pipeline.schedules import make_schedule
 from functional_par.pipeline.stage import Call, stage_calls
 from functional_par.plan import Plan
+from functional_par.random import Key
 from functional_par.reduce import Gradients, buckets, groups
 from functional_par.shards import gather_leaf
 from functional_par.state import State
@@ -120,7 +122,7 @@ class Step:
         params = self._check(state)
         share = share_of(self.plan, self.world, batch)
         count = self._count(share)
-        grads, losses = self._gradients(params, share, count)
+        grads, losses = self._gradients(params, share, count, step_key(state.seed, state.step))
         with self.world.record.during("gradients"):
             grads.pay(self.world)
         reduced = grads.views(self.plan)
@@ -161,7 +163,10 @@ class Step:
             group = self.world.group(*self.plan.data_axes)
             return int(group.start(AllReduce(), total, donate=True).wait())
 
-    def _gradients(self, params: Mapping[str, Tensor], share: Share, count: int) -> tuple[Gradients, list[Any]]:
+    def _gradients(
+        self, params: Mapping[str, Tensor], share: Share, count: int, key: Key
+    ) -> tuple[Gradients, list[Any]]:
+        par = replace(self.par, key=key)
         calls = self._stage(share)
         grads = self._buffers()
         # The loss is the first output of the last call; on other stages there is no loss to scale.
@@ -172,7 +177,7 @@ class Step:
             self.world,
             self.neighbours,
             self.engine,
-            lambda i: self.par.with_batch(share.microbatch(i)),
+            lambda i: par.with_batch(share.microbatch(i), share.first_row(i)),
             params,
             scale,
             grads.add,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from functional_par import init
+from functional_par import init, nn
 from functional_par.model import Model
 from functional_par.models import parts
 from functional_par.models.parts import Params, linear
@@ -27,6 +27,7 @@ def llama(
     rope_theta: float = 10000.0,
     norm_eps: float = 1e-5,
     init_std: float = 0.02,
+    dropout: float = 0.0,
 ) -> Model:
     """A Llama-like model without biases, whose head has a weight of its own.
 
@@ -41,9 +42,11 @@ def llama(
         rope_theta: base of the rotary wavelengths.
         norm_eps: added to the mean square.
         init_std: of the normal initial weights; projections back into the stream get it over ``sqrt(2 * n_layers)``.
+        dropout: rate after the embedding and after the attention and the feed-forward half of each block. It changes no
+            parameter: evaluate with the same model made with a rate of 0.
 
     Raises:
-        ModelError: for a size that is not positive, or heads that do not divide.
+        ModelError: for a size that is not positive, heads that do not divide, or a rate outside [0, 1).
 
     >>> model = llama(vocab=256, d_model=64, n_layers=2, n_heads=4, seq_len=32, n_kv_heads=2)
     >>> str(model.leaves["blocks.0.attn.k.weight"].dims)
@@ -55,6 +58,7 @@ def llama(
     parts.check_sizes("llama", n_kv_heads=n_kv_heads, d_ff=d_ff)
     parts.check_multiple("llama", n_heads=n_heads, n_kv_heads=n_kv_heads)
     parts.check_multiple("llama", **{"d_model": d_model, "2 * n_heads": 2 * n_heads})
+    parts.check_rate("llama", dropout=dropout)
     out_std = init_std / math.sqrt(2 * n_layers)
 
     def norm() -> dict[str, Param]:
@@ -70,12 +74,14 @@ def llama(
         return rms_norm(x, p["weight"], par, norm_eps)
 
     def embed(p: Params, batch: Params, par: Par) -> Tensor:
-        return embedding(batch["tokens"], p["weight"], par, vocab=vocab)
+        return nn.dropout(embedding(batch["tokens"], p["weight"], par, vocab=vocab), dropout, par, "embed")
+
+    def attn(p: Params, x: Tensor, par: Par) -> Tensor:
+        return parts.self_attention(p, x, par, n_heads=n_heads, n_kv_heads=n_kv_heads, theta=rope_theta)
 
     def block(p: Params, x: Tensor, par: Par) -> Tensor:
-        y = normed(p["norm1"], x, par)
-        x = x + parts.self_attention(p["attn"], y, par, n_heads=n_heads, n_kv_heads=n_kv_heads, theta=rope_theta)
-        return x + swiglu_mlp(p["mlp"], normed(p["norm2"], x, par), par)
+        x = x + nn.dropout(attn(p["attn"], normed(p["norm1"], x, par), par), dropout, par, "attn")
+        return x + nn.dropout(swiglu_mlp(p["mlp"], normed(p["norm2"], x, par), par), dropout, par, "mlp")
 
     def head(p: Params, x: Tensor, par: Par) -> Tensor:
         return parts.logits(p["head"], normed(p["norm"], x, par), par)

@@ -35,6 +35,13 @@ def check_multiple(model: str, **sizes: int) -> None:
         raise ModelError(f"{model}: {name}={size} is not a multiple of {unit}={divisor}.")
 
 
+def check_rate(model: str, **rates: float) -> None:
+    """ModelError unless every rate is a probability below 1."""
+    for name, rate in rates.items():
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+            raise ModelError(f"{model}({name}={rate!r}): it is a probability in [0, 1).")
+
+
 def linear(dims: str, shape: tuple[int, ...], std: float, *, bias: str | None = None) -> dict[str, Param]:
     """A weight and, if ``bias`` names its dims (the first ones of the weight), a bias of zeros."""
     leaves = {"weight": Param(shape, dims, init.normal(std))}

@@ -2,6 +2,7 @@
 
 from functional_par.nn.attention import attention
 from functional_par.nn.cross_entropy import cross_entropy
+from functional_par.nn.dropout import dropout
 from functional_par.nn.embedding import embedding
 from functional_par.nn.linear import column_linear, row_linear
 from functional_par.nn.mlp import gelu_mlp, swiglu_mlp
@@ -13,6 +14,7 @@ __all__ = [
     "attention",
     "column_linear",
     "cross_entropy",
+    "dropout",
     "embedding",
     "gelu_mlp",
     "layer_norm",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from functional_par.comm.base import Handle, World
-from functional_par.par import Par
+from functional_par.par import RunPar
 from functional_par.pipeline.schedules import Action
 from functional_par.pipeline.stage import Call
 from functional_par.vjp import Engine, Pull
@@ -47,7 +47,7 @@ class Executor:
         world: World,
         neighbours: Neighbours,
         engine: Engine,
-        par: Callable[[int], Par],
+        par: Callable[[int], RunPar],
         leaves: Mapping[str, Tensor],
         scale: Tensor,
         accumulate: Accumulate,
@@ -94,7 +94,7 @@ class Executor:
             if self.neighbours.before is not None:
                 self.sends += [self.world.send(ct, self.neighbours.before) for ct in cotangents]
 
-    def _input(self, par: Par) -> list[Tensor]:
+    def _input(self, par: RunPar) -> list[Tensor]:
         if self.neighbours.before is None:
             return pytree.tree_leaves(dict(par.batch))
         handles = [self.world.recv(a.shape, a.dtype, self.neighbours.before) for a in self.calls[0].before.leaves]

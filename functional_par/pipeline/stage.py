@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from functional_par.errors import ModelError
 from functional_par.model import LOSS, Layer
-from functional_par.par import Par
+from functional_par.par import RunPar
 from functional_par.plan import Plan
 from functional_par.trace import Abstract, Trace
 from functional_par.vjp import Engine, Pull
@@ -44,7 +44,7 @@ class Call:
     after: Edge
 
     def forward(
-        self, engine: Engine, leaves: Mapping[str, Tensor], x: list[Tensor], par: Par
+        self, engine: Engine, leaves: Mapping[str, Tensor], x: list[Tensor], par: RunPar
     ) -> tuple[list[Tensor], Pull]:
         """Run the layer on the flat leaves of its input; returns those of its output, and the pullback.
 
@@ -53,6 +53,7 @@ class Call:
         """
         kept = {path: leaves[path] for path in self.frozen}
         n = len(self.trainable)
+        par = par.within(self.layer.name)
 
         def function(*primals: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             chosen = self.layer.select(kept | dict(zip(self.trainable, primals, strict=False)))

@@ -26,7 +26,8 @@ What it refuses though it may be right (write what the message says instead):
 
 What no type can see, and is left to the author: numbers that a hand-written backward makes up (a factor ``par.size("tp")``,
 say) and what ``detach`` hides; a layer that is not a function of its arguments (globals that change, Python's own random
-numbers, the rank taken from elsewhere); ``fast`` kernels, which have to equal their definition.
+numbers, the rank taken from elsewhere) or branches on the bits of a key; ``fast`` kernels, which have to equal their
+definition.
 """
 
 from __future__ import annotations
