@@ -1,6 +1,6 @@
 """functional_par: data, tensor and pipeline parallelism as composable functional transforms on torch."""
 
-from functional_par import data, init, models, nn, optim
+from functional_par import data, init, models, nn, optim, testing
 from functional_par.comm.base import World
 from functional_par.config import Config
 from functional_par.errors import (
@@ -76,6 +76,7 @@ __all__ = [
     "shard",
     "shard_tp",
     "stage_pp",
+    "testing",
     "tie",
     "unshard",
 ]

@@ -37,8 +37,8 @@ class Share:
         return {name: ((self.rows, *x.shape[1:]), x.dtype) for name, x in self.fields.items()}
 
 
-def share_of(plan: Plan, world: World, batch: Any) -> Share:
-    """Read this rank's rows of a global batch.
+def share_of(plan: Plan, world: World, batch: Any, dtype: torch.dtype = torch.float32) -> Share:
+    """Read this rank's rows of a global batch; floating-point fields become ``dtype``, as the parameters are.
 
     Raises:
         DataError: no rows, rows that replicas and microbatches do not divide, another number of rows than was asked for, or
@@ -73,7 +73,8 @@ def share_of(plan: Plan, world: World, batch: Any) -> Share:
     if (got := _common_size(fields)) != share:
         raise DataError(f"batch.rows({start}, {stop}) returned {got} rows, but {share} were asked for.")
     _check_fields(plan.model, fields)
-    return Share({name: x.to(world.device) for name, x in fields.items()}, share // plan.microbatches, start)
+    there = {name: x.to(world.device, dtype if x.is_floating_point() else x.dtype) for name, x in fields.items()}
+    return Share(there, share // plan.microbatches, start)
 
 
 def _common_size(batch: Mapping[str, Tensor]) -> int:
@@ -95,7 +96,8 @@ def _check_fields(model: Model, fields: Mapping[str, Tensor]) -> None:
         fits = x.dim() == len(given.shape) and all(
             want is None or want == got for want, got in zip(given.shape[1:], x.shape[1:], strict=True)
         )
-        if not fits or x.dtype != given.dtype:
+        same = x.dtype == given.dtype or (x.is_floating_point() and given.dtype.is_floating_point)
+        if not fits or not same:
             raise DataError(
                 f"batch[{name!r}] is {x.dtype}{list(x.shape)}, but the model takes {given.dtype}{list(given.shape)} "
                 "(None is any size)."

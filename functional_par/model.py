@@ -27,8 +27,9 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class Input:
-    """Shape and dtype of one field of a batch. ``None`` in dim 0 is the number of rows in a microbatch; ``None``
-    elsewhere is a size that the model does not fix, such as a sequence length."""
+    """Shape and dtype of one field of a batch; a floating-point field becomes the dtype of the step. ``None`` in dim 0 is
+    the number of rows in a microbatch; ``None`` elsewhere is a size that the model does not fix, such as a sequence length.
+    """
 
     shape: tuple[int | None, ...]
     dtype: torch.dtype = torch.int64

@@ -120,7 +120,7 @@ class Step:
             StateError: a consumed state, or one of another program.
         """
         params = self._check(state)
-        share = share_of(self.plan, self.world, batch)
+        share = share_of(self.plan, self.world, batch, self.dtype)
         count = self._count(share)
         grads, losses = self._gradients(params, share, count, step_key(state.seed, state.step))
         with self.world.record.during("gradients"):

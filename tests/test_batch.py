@@ -12,7 +12,7 @@ import functional_par as fp
 from functional_par import DataError, Input, Mesh, Model, Param
 from functional_par.batch import share_of
 
-from .toys import regression, small_gpt
+from .toys import regression
 
 
 def plan_of(mesh, microbatches=1, model=None):
@@ -21,8 +21,8 @@ def plan_of(mesh, microbatches=1, model=None):
     ).plan(mesh)
 
 
-def share(mesh, batch, rank=0, **options):
-    return share_of(plan_of(mesh, **options), SimpleNamespace(rank=rank, device=torch.device("cpu")), batch)
+def share(mesh, batch, rank=0, dtype=torch.float64, **options):
+    return share_of(plan_of(mesh, **options), SimpleNamespace(rank=rank, device=torch.device("cpu")), batch, dtype)
 
 
 def numbered(rows):
@@ -66,17 +66,6 @@ def test_a_batch_with_rows_is_read_once_for_this_replica_alone():
         assert torch.equal(mine.fields["y"], numbered(8)["y"][2 * rank : 2 * rank + 2])
 
 
-def test_rows_may_be_one_tensor_a_field_of_any_shape():
-    assert (
-        share(
-            Mesh(),
-            {"tokens": torch.zeros(2, 4, dtype=torch.int64), "labels": torch.zeros(2, 4, dtype=torch.int64)},
-            model=small_gpt(),
-        ).rows
-        == 2
-    )
-
-
 REFUSED = [
     (None, "a batch is a dict of tensors, or has .size and .rows(start, stop); this is NoneType."),
     ([1, 2], "a batch is a dict of tensors, or has .size and .rows(start, stop); this is list."),
@@ -88,8 +77,8 @@ REFUSED = [
     (numbered(4) | {"z": torch.ones(4)}, "the model takes the fields ['x', 'y'], but the batch has ['x', 'y', 'z']."),
     ({"x": torch.ones(4, 3)}, "the model takes the fields ['x', 'y'], but the batch has ['x']."),
     (
-        numbered(4) | {"x": torch.ones(4, 3)},
-        "batch['x'] is torch.float32[2, 3], but the model takes torch.float64[None, 3] (None is any size).",
+        numbered(4) | {"x": torch.ones(4, 3, dtype=torch.int64)},
+        "batch['x'] is torch.int64[2, 3], but the model takes torch.float64[None, 3] (None is any size).",
     ),
     (
         numbered(4) | {"x": torch.ones(4, 5, dtype=torch.float64)},
@@ -141,3 +130,18 @@ def test_free_sizes_may_change_from_batch_to_batch():
             seq,
             3,
         )
+
+
+def test_floating_point_fields_become_the_dtype_of_the_parameters_and_integers_stay():
+    model = Model(
+        {"w": Param((3,), "in")},
+        [("x", "w", lambda p, batch, par: batch["x"] @ p + batch["n"])],
+        lambda p, x, par: (x.sum(), len(x)),
+        {"x": Input((None, 3), torch.float32), "n": Input((None,), torch.int64)},
+    )
+    for given in (torch.float32, torch.float64):
+        for dtype in (torch.float64, torch.bfloat16):
+            batch = {"x": torch.ones(2, 3, dtype=given), "n": torch.ones(2, dtype=torch.int64)}
+            fields = share(Mesh(), batch, dtype=dtype, model=model).fields
+            assert (fields["x"].dtype, fields["n"].dtype) == (dtype, torch.int64)
+            assert batch["x"].dtype == given
