@@ -12,6 +12,7 @@ from functional_par.errors import MeshError
 from functional_par.launch import launched
 from functional_par.mesh import Mesh
 from functional_par.report.header import header
+from functional_par.report.memory import check_memory
 from functional_par.report.metrics_file import check_writable
 from functional_par.run import MOST_THREADS
 
@@ -30,11 +31,13 @@ def prepare(options: Options, mesh: Mesh, program: Program, corpus: Corpus) -> N
 
     config = options.config
     check_world(mesh)
-    check_threads(mesh, options.backend or default_backend())
+    backend = options.backend or default_backend()
+    check_threads(mesh, backend)
     plan = program.plan(mesh)
+    check_memory(plan, config.dtype, backend)
     data.batches(corpus, batch_size=config.global_batch_size, seq_len=config.seq_len, steps=config.steps)
     check_writable(config.sections.logging.metrics_file)
-    say(header(config, plan, corpus, options.backend or default_backend()))
+    say(header(config, plan, corpus, backend))
     if options.explain:
         say(str(program.explain(mesh)))
 

@@ -1,0 +1,52 @@
+"""Whether a plan can fit into this machine at all: known before the first parameter is drawn, which may take minutes."""
+
+from __future__ import annotations
+
+import os
+from math import prod
+
+import torch
+
+from functional_par.errors import ConfigError
+from functional_par.plan import Plan
+
+
+def check_memory(plan: Plan, dtype: torch.dtype, backend: str, available: int | None = None) -> None:
+    """Raise ConfigError if parameters and gradients alone are more than the machine has.
+
+    A lower bound: activations, optimizer and batch come on top. GPUs say themselves when they are full.
+
+    Args:
+        plan: what each rank holds.
+        dtype: of parameters; gradients are accumulated in float32 or better.
+        backend: "threads" has every rank on this machine, "gloo" as many as torchrun says.
+        available: bytes; None asks the machine.
+    """
+    available = physical_memory() if available is None else available
+    if available is None or backend == "nccl":
+        return
+    each = dtype.itemsize + torch.promote_types(dtype, torch.float32).itemsize
+    held = [held_by_stage(plan, stage) for stage in range(len(plan.stages))]
+    if backend == "threads":
+        ranks, numbers = plan.mesh.size, sum(held) * (plan.mesh.size // len(held))
+    else:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        numbers = min(held) * ranks
+    if numbers * each > available:
+        raise ConfigError(
+            f"model: parameters and gradients of {ranks} ranks take {numbers * each / 1e9:,.0f} GB, but this machine has "
+            f"{available / 1e9:,.0f} GB. Make model.d_model, model.n_layers or model.vocab smaller, or use more machines."
+        )
+
+
+def held_by_stage(plan: Plan, stage: int) -> int:
+    """Elements of the parameters that each rank of a stage holds."""
+    return sum(prod(plan.specs[path].local_shape(plan.mesh)) for path in plan.stage_leaves(stage))
+
+
+def physical_memory() -> int | None:
+    """Bytes of this machine's memory; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
