@@ -61,6 +61,9 @@ FLAGS = (
 KINDS: Mapping[type, Callable[[str], Any]] = {int: reader.integer, float: reader.number, str: str}
 """How a flag's word is read: numbers as in the file, so that one spelling has one meaning."""
 
+MOST_SHOWN = 4096
+"""Ranks in a table of groups, whose size grows with their square."""
+
 DISPLACES = {
     "tokens.global_batch_size": ("tokens.micro_batch_size",),
     "tokens.micro_batch_size": ("tokens.global_batch_size",),
@@ -139,6 +142,11 @@ def parse(argv: Sequence[str] | None = None, description: str | None = None) -> 
     arguments = found.parse_args(argv)
     check_backend(arguments.backend)
     found_config = config(arguments, whole=not arguments.print_groups)
+    if arguments.print_groups and found_config.mesh().size > MOST_SHOWN:
+        raise ConfigError(
+            f"--print-groups: {found_config.mesh()} has {found_config.mesh().size} ranks, a line each; at most {MOST_SHOWN} "
+            "are shown. Groups of a smaller mesh have the same pattern."
+        )
     return Options(found_config, arguments.backend, arguments.print_groups, arguments.explain)
 
 

@@ -175,6 +175,11 @@ def test_groups_of_an_impossible_mesh_are_refused(path):
         parse(path, "--print-groups", "--dp", "99999")
 
 
+def test_a_table_of_groups_that_nobody_reads_is_refused(path):
+    with pytest.raises(ConfigError, match=r"^--print-groups: .*dp=2000.* has 8000 ranks, a line each; at most 4096"):
+        parse(path, "--print-groups", "--dp", "2000")
+
+
 def test_help_says_what_paths_are_relative_to(capsys):
     with pytest.raises(SystemExit):
         flags.parse(["--help"])
