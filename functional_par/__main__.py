@@ -20,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     program, mesh = config.program(), config.mesh()
     if arguments.command == "plan":
         say(header(config, program.plan(mesh)))
-        say("\n" + mesh.table())
+        if mesh.size <= flags.MOST_SHOWN:
+            say("\n" + mesh.table())
     else:
         say(str(program.explain(mesh)))
 
