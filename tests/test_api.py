@@ -2,12 +2,54 @@
 
 import functional_par as fp
 
-PUBLIC = """
-CommError CompositionError Config ConfigError DataError DeadlockError Debt Input Layer Mesh MeshError MismatchError
-MissingCollective Model ModelError NonFiniteError Par ParallelError Param Plan Program RankFailedError ScheduleError Spec State
-StateError SuperfluousCollective TensorParallelLinearMode TensorParallelMode TraceError Transform World compose data dp_reduce
-init models nn optim run shard shard_tp stage_pp testing tie unshard
-""".split()
+PUBLIC = [
+    "CommError",
+    "CompositionError",
+    "Config",
+    "ConfigError",
+    "DataError",
+    "DeadlockError",
+    "Debt",
+    "Input",
+    "Layer",
+    "Mesh",
+    "MeshError",
+    "MismatchError",
+    "MissingCollective",
+    "Model",
+    "ModelError",
+    "NonFiniteError",
+    "Par",
+    "ParallelError",
+    "Param",
+    "Plan",
+    "Program",
+    "RankFailedError",
+    "ScheduleError",
+    "Spec",
+    "State",
+    "StateError",
+    "SuperfluousCollective",
+    "TensorParallelLinearMode",
+    "TensorParallelMode",
+    "TraceError",
+    "Transform",
+    "World",
+    "compose",
+    "data",
+    "dp_reduce",
+    "init",
+    "models",
+    "nn",
+    "optim",
+    "run",
+    "shard",
+    "shard_tp",
+    "stage_pp",
+    "testing",
+    "tie",
+    "unshard",
+]
 
 
 def test_the_public_names_are_these() -> None:
