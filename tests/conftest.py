@@ -1,6 +1,7 @@
 """One thread an operation (the ranks are the parallelism), and a profile of hypothesis for CI and one for the night."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -12,6 +13,10 @@ settings.register_profile(
 settings.register_profile("deep", max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 torch.set_num_threads(1)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # Started in the background, by a shell that lets its jobs ignore Ctrl-C: tests that interrupt a run need it heard.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
