@@ -124,7 +124,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_both_engines_give_the_same_bits(name):
     program, data = CASES[name]()
-    same_bits(*(train_on(program, CUBE, data[:2], clip=0.3, engine=engine).run for engine in ("func", "tape")))
+    same_bits(*(train_on(program, CUBE, data[:1], clip=0.3, engine=engine).run for engine in ("func", "tape")))
 
 
 @functools.cache
@@ -132,7 +132,7 @@ def clipped(norm, clip):
     return train(cubed().model, batches(2), clip=clip, norm=norm)
 
 
-@pytest.mark.parametrize("mesh", [Mesh(tp=4), Mesh(pp=3), CUBE], ids=str)
+@pytest.mark.parametrize("mesh", [Mesh(pp=2, tp=2), CUBE], ids=str)
 @pytest.mark.parametrize(("norm", "clip"), [(1.0, 2.0), (2.0, 0.3), (math.inf, 0.05)], ids=["1", "2", "inf"])
 def test_norms_of_every_order_and_their_clipping_equal_one_process_with_ties_once_and_padding_never(mesh, norm, clip):
     expected = clipped(norm, clip)
@@ -193,8 +193,7 @@ def test_a_batch_without_a_label_has_loss_zero_and_moves_nothing():
         assert torch.equal(ranks.run.weights[path], x)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "afab"])
-@pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
+@pytest.mark.parametrize(("mode", "schedule"), [("ALL_REDUCE", "afab"), ("REDUCE_SCATTER", "1f1b")])
 def test_the_gradient_of_a_tied_leaf_is_that_of_one_process_and_its_copies_stay_equal_in_every_bit(mode, schedule):
     program = cube(GPT, mode=mode, schedule=schedule)
     params = tree.flatten(program.model.init(0, torch.float64))
@@ -228,7 +227,7 @@ def test_norms_in_reduce_scatter_and_tied_leaves_stay_equal_over_tp_dp_and_stage
         fp.stage_pp(microbatches=2),
         fp.dp_reduce(),
     )(make(13, seq=SEQ))
-    ranks = train_on(program, CUBE, batches(), dtype=torch.float32, clip=0.3)
+    ranks = train_on(program, CUBE, batches(2), dtype=torch.float32, clip=0.3)
     assert equal_copies(program.plan(CUBE), ranks) == {"embed.weight"}
     assert not torch.equal(ranks.trail[0][0]["embed.weight"], ranks.trail[0][1]["embed.weight"])
 
