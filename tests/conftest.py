@@ -1,5 +1,6 @@
 """One thread an operation (the ranks are the parallelism), and a profile of hypothesis for CI and one for the night."""
 
+import inspect
 import os
 import signal
 
@@ -25,3 +26,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         deselected = [item for item in items if item.get_closest_marker("deep")]
         items[:] = [item for item in items if not item.get_closest_marker("deep")]
         config.hook.pytest_deselected(items=deselected)
+
+
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Names of tests that are the same in every process: no addresses, no order of sets."""
+    if isinstance(val, (set, frozenset)):
+        return "+".join(sorted(map(str, val))) or "none"
+    if inspect.isroutine(val):
+        return str(val.__name__)
+    return None

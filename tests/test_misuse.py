@@ -1,6 +1,7 @@
 """Mistakes of a user's script that would otherwise pass, or fail without a word of help."""
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ TEXT = torch.randint(16, (8, 9), generator=torch.Generator().manual_seed(0))
 BATCH = {"tokens": TEXT[:, :-1].contiguous(), "labels": TEXT[:, 1:].contiguous()}
 
 
+@cache
 def program(**sizes):
     model = fp.models.gpt(**{"vocab": 16, "d_model": 8, "n_layers": 2, "n_heads": 2, "seq_len": 8, **sizes})
     return fp.compose(fp.shard_tp(), fp.stage_pp(), fp.dp_reduce())(model)

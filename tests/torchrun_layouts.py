@@ -1,0 +1,42 @@
+"""What each of eight processes does in test_torchrun.py: five steps in every layout, rank 0 writes what came out."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+import functional_par as fp
+from functional_par import tree
+from tests import oracle
+from tests.test_layouts import CLIP, Case, batches, model_of, transforms
+
+CASES = (
+    Case(2, 2, 2, "REDUCE_SCATTER", True, "1f1b", 3, True, "gpt"),
+    Case(1, 2, 4, "ALL_REDUCE", True, "afab", 4, True, "gpt"),
+    Case(1, 8, 1, None, None, "1f1b", 3, True, "gpt"),
+    Case(1, 1, 8, "REDUCE_SCATTER", False, None, 1, False, "gpt"),
+    Case(2, 4, 1, None, None, "1f1b", 4, False, "llama"),
+)
+
+
+def train(case: Case, folder: Path) -> None:
+    program = fp.compose(*transforms(case))(model_of(case.model, case.pp))
+    mesh = fp.Mesh(dp=case.dp, pp=case.pp, tp=case.tp)
+
+    def main(world: fp.World) -> None:
+        step = program.step(world, oracle.adamw(), clip=CLIP, dtype=torch.float64, donate=True)
+        state, seen = step.init(0), []
+        for batch in batches():
+            state, metrics = step(state, batch)
+            seen.append([metrics["loss"], metrics["grad_norm"], metrics["tokens"]])
+        weights = tree.flatten(step.gather(state))
+        own = {path: x for path, x in state.flat.items() if path == "embed.weight"}
+        torch.save({"seen": seen, "weights": weights, "own": own}, folder / f"{case}.{world.rank}.pt")
+
+    fp.run(main, mesh)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for case in CASES:
+        train(case, Path(sys.argv[1]))
