@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -131,5 +132,5 @@ def check_norm(clip: float | None, norm: float) -> None:
         )
 
 
-def _reduce(world: World, x: Tensor, op: str) -> Tensor:
-    return world.group(*AXES).start(AllReduce(op), x, donate=True).wait()  # type: ignore[arg-type]
+def _reduce(world: World, x: Tensor, op: Literal["sum", "max"]) -> Tensor:
+    return world.group(*AXES).start(AllReduce(op), x, donate=True).wait()

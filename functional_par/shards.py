@@ -42,20 +42,24 @@ def unshard(shards: Sequence[Mapping[str, Any]], plan: Plan) -> dict[str, Any]:
 
 def cut(plan: Plan, spec: Spec, whole: Tensor, rank: int) -> Tensor:
     """One rank's shard of one leaf, in memory of its own."""
-    starts, sizes = spec.starts(plan.mesh, plan.mesh.coords(rank)), spec.local_shape(plan.mesh)
-    out = whole.new_zeros(sizes)
-    kept = [max(0, min(size, n - start)) for start, size, n in zip(starts, sizes, spec.shape, strict=True)]
-    window = tuple(slice(start, start + size) for start, size in zip(starts, kept, strict=True))
-    out[tuple(slice(0, size) for size in kept)] = whole[window]
+    out = whole.new_zeros(spec.local_shape(plan.mesh))
+    there, here = _windows(plan, spec, rank)
+    out[here] = whole[there]
     return out
 
 
 def place(plan: Plan, spec: Spec, whole: Tensor, part: Tensor, rank: int) -> None:
     """Write one rank's shard into the whole leaf, leaving out its padding."""
-    starts = spec.starts(plan.mesh, plan.mesh.coords(rank))
-    kept = [max(0, min(size, n - start)) for start, size, n in zip(starts, part.shape, spec.shape, strict=True)]
-    window = tuple(slice(start, start + size) for start, size in zip(starts, kept, strict=True))
-    whole[window] = part[tuple(slice(0, size) for size in kept)]
+    there, here = _windows(plan, spec, rank)
+    whole[there] = part[here]
+
+
+def _windows(plan: Plan, spec: Spec, rank: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """Where one rank's shard lies in the whole leaf, and the same elements within the shard, its padding left out."""
+    starts, sizes = spec.starts(plan.mesh, plan.mesh.coords(rank)), spec.local_shape(plan.mesh)
+    kept = [max(0, min(size, n - start)) for start, size, n in zip(starts, sizes, spec.shape, strict=True)]
+    there = tuple(slice(start, start + size) for start, size in zip(starts, kept, strict=True))
+    return there, tuple(slice(0, size) for size in kept)
 
 
 def gather_leaf(plan: Plan, world: World, path: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
