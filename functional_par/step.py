@@ -17,6 +17,7 @@ from functional_par.errors import CompositionError, NonFiniteError, StateError
 from functional_par.metrics import Totals, check_norm, clip_coefficient
 from functional_par.model import init_leaf
 from functional_par.optim import Optimizer
+from functional_par.optim.base import slot_dtype
 from functional_par.par import RunPar, step_key
 from functional_par.pipeline.execute import Executor, Neighbours
 from functional_par.pipeline.schedules import make_schedule
@@ -24,6 +25,7 @@ from functional_par.pipeline.stage import Call, stage_calls
 from functional_par.plan import Plan
 from functional_par.random import Key
 from functional_par.reduce import Gradients, buckets, groups
+from functional_par.restore import restore
 from functional_par.shards import gather_leaf
 from functional_par.state import State
 from functional_par.tree import unflatten
@@ -139,10 +141,52 @@ class Step:
 
     def gather(self, state: State) -> dict[str, Any]:
         """All parameters whole, on every rank, as a nested dict; tied names included. Collective: every rank calls it."""
-        flat = self._check(state)
-        whole = {path: gather_leaf(self.plan, self.world, path, flat.get(path), self.dtype) for path in self.plan.specs}
-        names = self.plan.source.leaves
-        return unflatten({name: whole[self.plan.aliases.get(name, name)] for name in names})
+        return self._whole(self._check(state), self.dtype, tuple(self.plan.specs))
+
+    def gather_opt(self, state: State) -> dict[str, dict[str, Any]]:
+        """The optimizer's state whole, on every rank: slot name, then a nested dict of the trainable leaves. Collective."""
+        self._check(state)
+        trained = tuple(path for path, spec in self.plan.specs.items() if spec.trainable)
+        return {slot: self._whole(flat, slot_dtype(self.dtype), trained) for slot, flat in state.flat_opt.items()}
+
+    def load(
+        self,
+        params: Mapping[str, Any],
+        opt: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        step: int = 0,
+        seed: int = 0,
+    ) -> State:
+        """This rank's state out of whole trees, such as ``gather`` and ``gather_opt`` of a step in another layout return.
+
+        Args:
+            params: nested dict of whole leaves, in any dtype. A tied leaf may go by any of its names; all that are given
+                hold the same values.
+            opt: slot name, then a nested dict of whole leaves; None starts the optimizer afresh.
+            step: number of steps done, by which the learning rate goes on.
+            seed: of the run, by which random numbers go on.
+
+        Raises:
+            StateError: a leaf that is missing, unknown or of another shape, tied names that differ, or slots of another
+                optimizer.
+        """
+        return restore(
+            self.plan,
+            self.world.rank,
+            self.optimizer,
+            params,
+            opt,
+            step=step,
+            seed=seed,
+            dtype=self.dtype,
+            device=self.world.device,
+        )
+
+    def _whole(self, flat: Mapping[str, Tensor], dtype: torch.dtype, paths: tuple[str, ...]) -> dict[str, Any]:
+        """These leaves whole, under all their names."""
+        whole = {path: gather_leaf(self.plan, self.world, path, flat.get(path), dtype) for path in paths}
+        names = ((name, self.plan.aliases.get(name, name)) for name in self.plan.source.leaves)
+        return unflatten({name: whole[path] for name, path in names if path in whole})
 
     def _fingerprint(self, state: State, share: Share) -> int:
         """16 bits of what must be the same on every rank for the ranks to take one step together."""

@@ -1,0 +1,90 @@
+"""From whole trees to the state of one rank: how training goes on in another layout. Communicates nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_par import tree
+from functional_par.errors import StateError
+from functional_par.optim import Optimizer
+from functional_par.optim.base import slot_dtype
+from functional_par.plan import Plan
+from functional_par.shards import cut
+from functional_par.state import State
+
+
+def restore(
+    plan: Plan,
+    rank: int,
+    optimizer: Optimizer,
+    params: Mapping[str, Any],
+    opt: Mapping[str, Mapping[str, Any]] | None,
+    *,
+    step: int,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> State:
+    """The state of ``rank``; see ``Step.load``."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise StateError(f"load(step={step!r}): the number of steps done is an integer of at least 0.")
+    leaves = _shards(plan, rank, params, "params", dtype, device, plan.stage_leaves(plan.mesh.coords(rank).pp))
+    trained = {path: leaf for path, leaf in leaves.items() if plan.specs[path].trainable}
+    if opt is None:
+        return State(step, seed, leaves, optimizer.init(trained))
+    if set(opt) != set(optimizer.slots):
+        raise StateError(
+            f"load(opt=...): it has the slots {', '.join(opt) or 'none'}, but {optimizer.name} keeps "
+            f"{', '.join(optimizer.slots) or 'none'}. Build the step with the optimizer that made them, or leave opt out to "
+            "start it afresh."
+        )
+    wide = slot_dtype(dtype)
+    slots = {
+        slot: _shards(plan, rank, flat, f"opt[{slot!r}]", wide, device, tuple(trained)) for slot, flat in opt.items()
+    }
+    return State(step, seed, leaves, slots)
+
+
+def _shards(
+    plan: Plan,
+    rank: int,
+    whole: Mapping[str, Any],
+    what: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    paths: tuple[str, ...],
+) -> dict[str, Tensor]:
+    """This rank's shards of some leaves, in memory of their own."""
+    flat = tree.flatten(whole)
+    _check_names(plan, flat, what)
+    flat = {plan.aliases.get(name, name): leaf for name, leaf in flat.items()}
+    shards = {}
+    for path in paths:
+        leaf, spec = flat.get(path), plan.specs[path]
+        if not isinstance(leaf, Tensor):
+            raise StateError(f"load({what}): the tree has no tensor {path} {list(spec.shape)}.")
+        if tuple(leaf.shape) != spec.shape:
+            raise StateError(
+                f"load({what}): {path} has shape {list(leaf.shape)}, but the model has {spec} {list(spec.shape)}. Give whole "
+                "leaves, as step.gather returns them."
+            )
+        shards[path] = cut(plan, spec, leaf, rank).to(device, dtype)
+    return shards
+
+
+def _check_names(plan: Plan, flat: Mapping[str, Any], what: str) -> None:
+    """No name that the model does not have, and the same values under all names of a tied leaf."""
+    if unknown := [path for path in flat if path not in plan.source.leaves]:
+        raise StateError(f"load({what}): the model has no leaf {', '.join(unknown)}.")
+    seen: dict[str, str] = {}
+    for name in flat:
+        other = seen.setdefault(plan.aliases.get(name, name), name)
+        if other != name and not torch.equal(flat[name], flat[other]):
+            raise StateError(
+                f"load({what}): {other} and {name} are tied in this program, but the tree has different values for them. Give "
+                f"both the same, or leave {name} out."
+            )
