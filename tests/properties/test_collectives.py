@@ -1,0 +1,345 @@
+"""Each collective against its definition and its dual, on groups along one axis or several, of any shape, empty too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functional_par as fp
+from functional_par import Mesh
+from functional_par.comm import collectives
+from functional_par.comm.base import AllReduce
+from functional_par.par import RunPar
+
+from .inner import close, pairing
+
+MESHES = [
+    Mesh(),
+    Mesh(tp=2),
+    Mesh(tp=3),
+    Mesh(tp=4),
+    Mesh(tp=6),
+    Mesh(dp=2, tp=2),
+    Mesh(dp=3, tp=2),
+    Mesh(ep=2, tp=3),
+    Mesh(ep=2, dp=2),
+    Mesh(pp=2, tp=2),
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective with its arguments.
+
+    Attributes:
+        apply: ``(x, surface) -> y``, where the surface is a ``Par`` with its axes bound, or a group.
+        define: the values of all ranks to the results of all ranks, by the definition.
+        shape: of the local input.
+        calls: kinds of calls in forward and in backward.
+    """
+
+    name: str
+    apply: Callable[[Tensor, Any], Tensor]
+    define: Callable[[Sequence[Tensor]], list[Tensor]]
+    shape: tuple[int, ...]
+    calls: tuple[tuple[str, ...], tuple[str, ...]]
+    replicated_in: bool = False
+    replicated_out: bool = False
+
+
+@dataclass(frozen=True)
+class OneAxis:
+    """The collectives of ``par`` along one axis, called as those of a group are."""
+
+    par: RunPar
+    axis: str
+
+    def __getattr__(self, name: str) -> Callable[..., Tensor]:
+        return lambda x, *args: getattr(self.par, name)(x, self.axis, *args)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """psum, pvary and pmax of ``par`` along several axes, and the others of the group that joins them."""
+
+    par: RunPar
+    axes: tuple[str, ...]
+
+    def __getattr__(self, name: str) -> Callable[..., Tensor]:
+        if name in ("psum", "pvary", "pmax"):
+            return lambda x: getattr(self.par, name)(x, *self.axes)
+        return lambda x, *args: getattr(collectives, name)(x, self.par._merged(self.axes), *args)
+
+
+def chunk(x: Tensor, i: int, n: int, dim: int) -> Tensor:
+    return x.narrow(dim, i * (x.shape[dim] // n), x.shape[dim] // n)
+
+
+def sum_of(xs: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(xs)).sum(0)
+
+
+@st.composite
+def cases(draw, n):
+    """Every collective once, over n ranks, with drawn shapes and dims."""
+
+    def shape(dim=None, times=1, dims=(1, 3)):
+        sizes = draw(st.lists(st.integers(0, 3), min_size=dims[0], max_size=dims[1]))
+        at = draw(st.integers(-len(sizes), len(sizes) - 1))
+        sizes[at] *= times
+        return tuple(sizes), at
+
+    ranks = range(n)
+    any_shape = tuple(draw(st.lists(st.integers(0, 3), max_size=3)))
+    out = [
+        Case(
+            "psum", lambda x, c: c.psum(x), lambda xs: [sum_of(xs)] * n, any_shape, (("all_reduce",), ()), False, True
+        ),
+        Case("pvary", lambda x, c: c.pvary(x), list, any_shape, ((), ("all_reduce",)), True, False),
+    ]
+    for to, back in (("varying", ("reduce_scatter",)), ("replicated", ())):
+        s, d = shape()
+        out.append(
+            Case(
+                f"all_gather to {to}",
+                lambda x, c, d=d, to=to: c.all_gather(x, d, to),
+                lambda xs, d=d: [torch.cat(list(xs), d)] * n,
+                s,
+                (("all_gather",), back),
+                False,
+                to == "replicated",
+            )
+        )
+    s, d = shape(times=n)
+    out.append(
+        Case(
+            "slice",
+            lambda x, c, d=d: c.slice(x, d),
+            lambda xs, d=d: [chunk(xs[0], i, n, d) for i in ranks],
+            s,
+            ((), ("all_gather",)),
+            True,
+            False,
+        )
+    )
+    s, d = shape()
+    length = draw(st.integers(0, s[d]))
+    starts = tuple(draw(st.integers(0, s[d] - length)) for _ in ranks)
+    out.append(
+        Case(
+            "take",
+            lambda x, c, d=d: c.take(x, d, starts, length),
+            lambda xs, d=d: [x.narrow(d, start, length) for x, start in zip(xs, starts, strict=True)],
+            s,
+            ((), ()),
+        )
+    )
+    s, d = shape(times=n)
+    out.append(
+        Case(
+            "reduce_scatter",
+            lambda x, c, d=d: c.reduce_scatter(x, d),
+            lambda xs, d=d: [chunk(sum_of(xs), i, n, d) for i in ranks],
+            s,
+            (("reduce_scatter",), ("all_gather",)),
+        )
+    )
+    s, d = shape(times=n)
+    e = draw(st.integers(-len(s), len(s) - 1))
+    out.append(
+        Case(
+            "all_to_all",
+            lambda x, c, d=d: c.all_to_all(x, d, e),
+            lambda xs, d=d: [torch.cat([chunk(x, i, n, d) for x in xs], e) for i in ranks],
+            s,
+            (("all_to_all",), ("all_to_all",)),
+        )
+    )
+    to = tuple(draw(st.permutations(ranks)))
+    out.append(
+        Case(
+            "ppermute",
+            lambda x, c: c.ppermute(x, to),
+            lambda xs: [xs[to.index(i)] for i in ranks],
+            any_shape,
+            (("permute",), ("permute",)),
+        )
+    )
+    return out
+
+
+@st.composite
+def places(draw):
+    """A mesh, and some of its axes in any order."""
+    mesh = draw(st.sampled_from(MESHES))
+    inside = [axis for axis, size in mesh.sizes.items() if size > 1 and axis != "pp"] or ["tp"]
+    return mesh, tuple(draw(st.permutations(inside)))[: draw(st.integers(1, len(inside)))]
+
+
+seeds = st.integers(0, 2**32)
+
+
+def normal(seed: int, shape: Sequence[int], replicated: bool, index: int) -> Tensor:
+    """Values of one rank of a group; the same on every rank if replicated."""
+    generator = torch.Generator().manual_seed(seed if replicated else seed + 1 + index)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+
+
+def surface(world: fp.World, axes: tuple[str, ...]) -> Any:
+    """The collectives along the axes, through ``par``, and this rank's place in its group."""
+    single = [axis for axis, size in world.mesh.sizes.items() if size > 1 and axis != "pp"]
+    ordered = tuple(axis for axis in world.mesh.sizes if axis in axes)
+    world.prepare(world.mesh.groups(*ordered))
+    groups = {key: world.group(*key) for key in [*((axis,) for axis in single), ordered] if key}
+    par = RunPar(groups if world.mesh.size > 1 else {})
+    return (OneAxis(par, axes[0]) if len(axes) == 1 else Merged(par, axes)), par._merged(axes)
+
+
+def second_derivative(f, x, v, c):
+    """Of <c, f(x)^2> / 2 along v, by differentiating a gradient."""
+    slope = torch.func.grad(lambda x: (c * f(x) ** 2).sum() / 2)
+    return torch.func.grad(lambda x: (v * slope(x)).sum())(x)
+
+
+def there_and_back(f):
+    def both(x, c):
+        y, pull = torch.func.vjp(f, x)
+        return y, pull(c)[0]
+
+    return both
+
+
+def on_tape(f, x, c):
+    leaf = x.clone().requires_grad_()
+    y = f(leaf)
+    return y.detach(), torch.autograd.grad(y, leaf, c)[0]
+
+
+def check_one(case: Case, collective: Any, group: Any, record: Any, seed: int) -> tuple[Tensor, ...]:
+    """Everything that one rank can see of one collective; returns x, f(x), c and the pulled c."""
+
+    def f(x: Tensor) -> Tensor:
+        return case.apply(x, collective)
+
+    def primal(n: int) -> Tensor:
+        return normal(seed + 100 * n, case.shape, case.replicated_in, group.index)
+
+    x, z, v = primal(0), primal(1), primal(2)
+    record.clear()
+    with record.during("forward"):
+        y, pull = torch.func.vjp(f, x)
+    c, d = (normal(seed + 1000 * n, y.shape, case.replicated_out, group.index) for n in (1, 2))
+    kept = x.clone(), c.clone()
+    with record.during("backward"):
+        pulled = pull(c)[0]
+    check_calls(case, record, group, {"forward": x, "backward": c})
+    for result, again in zip((y, pulled), on_tape(f, x, c), strict=True):
+        assert torch.equal(result, again), "autograd"
+    close(f(2 * x - 3 * z), 2 * y - 3 * f(z), "linear")
+    close(pull(2 * c - 3 * d)[0], 2 * pulled - 3 * pull(d)[0], "linear backward")
+    if seed % 2:  # both take as long as all the rest
+        close(second_derivative(f, x, v, c), pull(c * f(v))[0], "grad of grad")
+    else:
+        dim = seed // 2 % (x.ndim + 1)
+        batched = torch.func.vmap(there_and_back(f), in_dims=dim, out_dims=dim)(
+            torch.stack([x, z], dim), torch.stack([c, d], dim)
+        )
+        for got, *want in zip(batched, (y, pulled), there_and_back(f)(z, d), strict=True):
+            assert torch.equal(got, torch.stack(want, dim)), "vmap"
+    assert torch.equal(x, kept[0]), "an input was modified"
+    assert torch.equal(c, kept[1]), "a cotangent was modified"
+    return x, y, c, pulled
+
+
+def check_calls(case: Case, record: Any, group: Any, carried: dict[str, Tensor]) -> None:
+    """One call of each kind, which carries the local input; none in a group of one."""
+    calls, nbytes = Counter(), Counter()
+    for phase, kinds in zip(("forward", "backward"), case.calls, strict=True):
+        for kind in kinds if group.size > 1 else ():
+            calls[phase, group.label, kind] += 1
+            nbytes[phase, group.label, kind] += carried[phase].numel() * 8
+    assert record.calls == calls
+    assert record.nbytes == nbytes
+
+
+@given(st.data(), places(), seeds)
+def test_a_collective_is_linear_equals_its_definition_and_its_pullback_is_the_transpose(data, place, seed):
+    mesh, axes = place
+    all_cases = data.draw(cases(len(mesh.group(*axes, rank=0))))
+
+    def main(world):
+        collective, group = surface(world, axes)
+        return [check_one(case, collective, group, world.record, seed + i) for i, case in enumerate(all_cases)]
+
+    found = fp.run(main, mesh)
+    for i, case in enumerate(all_cases):
+        for ranks in mesh.groups(*axes):
+            x, y, c, pulled = zip(*(found[rank][i] for rank in ranks), strict=True)
+            for got, want in zip(y, case.define(x), strict=True):
+                close(got, want, case.name)
+            assert not case.replicated_out or all(torch.equal(got, y[0]) for got in y), case.name
+            assert not case.replicated_in or all(torch.equal(got, pulled[0]) for got in pulled), case.name
+            assert pairing(x, y, c, pulled, case.replicated_in, case.replicated_out).holds, case.name
+
+
+@given(places(), seeds, st.lists(st.integers(0, 3), max_size=3))
+def test_pmax_is_the_maximum_and_a_constant(place, seed, shape):
+    mesh, axes = place
+
+    def main(world):
+        collective, group = surface(world, axes)
+        x = normal(seed, shape, False, group.index)
+        top = collective.pmax(x)
+        close(torch.func.grad(lambda x: (x * collective.pmax(x)).sum())(x), top)
+        dim = seed % (x.ndim + 1)
+        stacked = torch.func.vmap(collective.pmax, in_dims=dim, out_dims=dim)(torch.stack([x, -x], dim))
+        assert torch.equal(stacked, torch.stack([top, collective.pmax(-x)], dim))
+        return x, top
+
+    found = fp.run(main, mesh)
+    for ranks in mesh.groups(*axes):
+        largest = torch.stack([found[rank][0] for rank in ranks]).amax(0)
+        assert all(torch.equal(found[rank][1], largest) for rank in ranks)
+
+
+class SumBothWays(torch.autograd.Function):
+    """What the functional collectives of torch do: the backward of a sum is a sum."""
+
+    @staticmethod
+    def forward(x, group):
+        return group.start(AllReduce(), x).wait()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.group = inputs[1]
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ctx.group.start(AllReduce(), ct).wait(), None
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 6])
+def test_the_inner_product_of_the_types_fails_psum_psum_and_passes_psum_pvary_and_a_plain_sum_does_the_opposite(n):
+    def main(world):
+        group, found = world.group("tp"), []
+        x, c = normal(1, (3, 2), False, group.index), normal(2, (3, 2), True, group.index)
+        for f in (collectives.psum, SumBothWays.apply):
+            y, pull = torch.func.vjp(lambda x, f=f: f(x, group), x)
+            found.append((x, y, c, pull(c)[0]))
+        return found
+
+    right, wrong = (list(zip(*ranks, strict=True)) for ranks in zip(*fp.run(main, Mesh(tp=n)), strict=True))
+    assert pairing(*right, replicated_in=False, replicated_out=True).holds
+    typed = pairing(*wrong, replicated_in=False, replicated_out=True)
+    assert typed.backward == pytest.approx(n * typed.forward, rel=1e-10)
+    assert not typed.holds
+    assert not pairing(*right, replicated_in=False, replicated_out=False).holds
+    assert pairing(*wrong, replicated_in=False, replicated_out=False).holds
