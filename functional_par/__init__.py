@@ -21,6 +21,7 @@ from functional_par.errors import (
     SuperfluousCollective,
     TraceError,
 )
+from functional_par.maps.leaf import Leaf
 from functional_par.mesh import Mesh
 from functional_par.model import Input, Layer, Model
 from functional_par.par import Par, TensorParallelLinearMode, TensorParallelMode
@@ -30,7 +31,17 @@ from functional_par.run import run
 from functional_par.shards import shard, unshard
 from functional_par.spec import Debt, Param, Spec
 from functional_par.state import State
-from functional_par.transforms import Transform, dp_reduce, shard_tp, stage_pp, tie
+from functional_par.transforms import (
+    Transform,
+    dp_reduce,
+    on_local_gradients,
+    on_reduced_gradients,
+    on_updates,
+    reparam,
+    shard_tp,
+    stage_pp,
+    tie,
+)
 
 __all__ = [
     "CommError",
@@ -42,6 +53,7 @@ __all__ = [
     "Debt",
     "Input",
     "Layer",
+    "Leaf",
     "Mesh",
     "MeshError",
     "MismatchError",
@@ -71,7 +83,11 @@ __all__ = [
     "init",
     "models",
     "nn",
+    "on_local_gradients",
+    "on_reduced_gradients",
+    "on_updates",
     "optim",
+    "reparam",
     "run",
     "shard",
     "shard_tp",

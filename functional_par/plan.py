@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from functional_par.errors import MeshError
+from functional_par.maps.gradient_map import GradientMap
+from functional_par.maps.infer import infer
 from functional_par.mesh import AXES, Mesh
 from functional_par.model import LOSS, Layer, Model
 from functional_par.par import TensorParallelMode
@@ -37,6 +39,8 @@ class Plan:
         mode, async_comm: how tensor-parallel layers communicate.
         active: the axes that some transform uses.
         data_axes: the axes along which the batch is split, in mesh order.
+        maps: the user's own maps on gradients and updates, in the order of the transforms.
+        map_groups: (axes, stages) of the collectives of these maps.
     """
 
     mesh: Mesh
@@ -52,6 +56,8 @@ class Plan:
     async_comm: bool = False
     active: frozenset[str] = frozenset()
     data_axes: tuple[str, ...] = ()
+    maps: tuple[GradientMap, ...] = ()
+    map_groups: frozenset[tuple[tuple[str, ...], tuple[int, ...]]] = frozenset()
     _traces: dict[Any, Trace] = field(default_factory=dict, compare=False, repr=False)
     _lock: Any = field(default_factory=RLock, compare=False, repr=False)
 
@@ -147,7 +153,8 @@ class Plan:
             specs[path] = replace(
                 spec, owes=tuple(owed[axis] for axis in AXES if axis in owed) if spec.trainable else ()
             )
-        return replace(self, specs=specs)
+        mapped = infer(self.maps, specs, self.mesh)
+        return replace(self, specs=mapped.specs, map_groups=mapped.groups)
 
     def _owners(self) -> dict[str, tuple[int, ...]]:
         """Stages that read each leaf."""

@@ -27,8 +27,9 @@ class Program:
     """A model under transforms. Make it with ``compose``.
 
     Attributes:
-        source: the model as written.
-        transforms: in the order given; the order has no effect.
+        source: the model as written, its leaves replaced by those of ``reparam``.
+        transforms: in the order given. It has no effect, except between several ``reparam`` and between several maps on
+            gradients or updates in one phase, which run in this order.
     """
 
     source: Model
@@ -124,6 +125,8 @@ def compose(*transforms: Transform) -> Callable[[Model], Program]:
     def apply(model: Model) -> Program:
         if not isinstance(model, Model):
             raise CompositionError(f"compose(...)({type(model).__name__}): expected an fp.Model.")
+        for transform in transforms:
+            model = transform.on_model(model)
         program = Program(model, transforms)
         program.plan(Mesh())
         return program

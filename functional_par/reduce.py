@@ -16,6 +16,7 @@ from torch import Tensor
 from functional_par.comm.base import AllReduce, World
 from functional_par.mesh import Coords
 from functional_par.plan import Plan
+from functional_par.shards import zero_padding
 
 ALIGNMENT = 16
 """Elements to which a leaf's place in a bucket is rounded, so that its bits do not depend on its neighbours."""
@@ -54,16 +55,16 @@ def buckets(plan: Plan, rank: int) -> tuple[Bucket, ...]:
         if spec.trainable:
             ranks = spec.payers(plan.mesh, rank)
             grouped.setdefault(ranks, []).append(path)
-            owed = tuple(debt.axis for debt in spec.owes if getattr(plan.mesh, debt.axis) > 1)
+            owed = tuple(axis for axis in spec.pending if getattr(plan.mesh, axis) > 1)
             axes.setdefault(ranks, owed)
     return tuple(Bucket(ranks, axes[ranks], tuple(paths)) for ranks, paths in sorted(grouped.items()))
 
 
 def groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    """Every set of ranks that some bucket sums over, in one order for all ranks."""
-    owed = {(tuple(debt.axis for debt in spec.owes), spec.stages) for spec in plan.specs.values() if spec.owes}
+    """Every set of ranks that some bucket or some map of the user sums over, in one order for all ranks."""
+    owed = {(spec.pending, spec.stages) for spec in plan.specs.values() if spec.pending}
     found = set()
-    for axes, stages in owed:
+    for axes, stages in owed | plan.map_groups:
         for group in plan.mesh.groups(*axes):
             found.add(tuple(rank for rank in group if plan.mesh.coords(rank).pp in stages))
     return tuple(sorted(group for group in found if len(group) > 1))
@@ -102,11 +103,7 @@ class Gradients:
         for path in self._unwritten:
             self.leaves[path].zero_()
         for path, grad in self.leaves.items():
-            spec = plan.specs[path]
-            ends = zip(spec.starts(plan.mesh, coords), spec.local_shape(plan.mesh), spec.shape, strict=True)
-            for dim, (start, size, full) in enumerate(ends):
-                if (beyond := min(size, start + size - full)) > 0:
-                    grad.narrow(dim, size - beyond, beyond).zero_()
+            zero_padding(plan.specs[path], plan.mesh, coords, grad)
 
     def pay(self, world: World) -> None:
         """Sum every bucket over its ranks: one collective a bucket, all in flight together."""

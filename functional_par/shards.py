@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_par import tree
 from functional_par.comm.base import AllReduce, World
 from functional_par.errors import StateError
-from functional_par.mesh import AXES
+from functional_par.mesh import AXES, Coords, Mesh
 from functional_par.plan import Plan
 from functional_par.spec import Spec
 
@@ -60,6 +60,14 @@ def _windows(plan: Plan, spec: Spec, rank: int) -> tuple[tuple[slice, ...], tupl
     kept = [max(0, min(size, n - start)) for start, size, n in zip(starts, sizes, spec.shape, strict=True)]
     there = tuple(slice(start, start + size) for start, size in zip(starts, kept, strict=True))
     return there, tuple(slice(0, size) for size in kept)
+
+
+def zero_padding(spec: Spec, mesh: Mesh, coords: Coords, part: Tensor) -> None:
+    """Zero what a shard holds beyond the end of the leaf, in place."""
+    ends = zip(spec.starts(mesh, coords), spec.local_shape(mesh), spec.shape, strict=True)
+    for dim, (start, size, full) in enumerate(ends):
+        if (beyond := min(size, start + size - full)) > 0:
+            part.narrow(dim, size - beyond, beyond).zero_()
 
 
 def gather_leaf(plan: Plan, world: World, path: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from functional_par import init
@@ -60,12 +61,14 @@ class Debt:
         axis: the mesh axis to sum over; ``"pp"`` stands for the stages that own a copy.
         reason: why, in words.
         layer, place: the layer and the line of source where the leaf met the data; empty for a tie.
+        payer: name of the map on local gradients that sums over the axis; "" for the step's own reduction.
     """
 
     axis: str
     reason: str
     layer: str = ""
     place: str = ""
+    payer: str = ""
 
     def __str__(self) -> str:
         where = f" in layer {self.layer!r}, {self.place}" if self.layer else ""
@@ -118,13 +121,22 @@ class Spec:
         local = self.local_shape(mesh)
         return tuple(getattr(coords, axis) * size if axis else 0 for size, axis in zip(local, self.axes, strict=True))
 
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """The axes that the step's own reduction sums over, in mesh order."""
+        return tuple(debt.axis for debt in self.owes if not debt.payer)
+
     def payers(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        """The ranks whose gradients of this leaf are summed with those of ``rank``, in rank order."""
-        axes = tuple(debt.axis for debt in self.owes)
-        owners = mesh.group(*axes, rank=rank) if axes else (rank,)
-        return tuple(r for r in owners if "pp" not in axes or mesh.coords(r).pp in self.stages)
+        """The ranks whose gradients of this leaf the step sums with those of ``rank``, in rank order."""
+        return payers(mesh, rank, self.pending, self.stages)
 
     def counted_by(self, coords: Coords) -> bool:
         """True on exactly one rank for each shard: the first of its replicas on its first stage."""
         copied = (axis for axis in AXES if axis != "pp" and axis not in self.axes)
         return coords.pp == self.stages[0] and all(getattr(coords, axis) == 0 for axis in copied)
+
+
+def payers(mesh: Mesh, rank: int, axes: Sequence[str], stages: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that sum with ``rank`` over ``axes``, in rank order; over pp only those of the given stages."""
+    owners = mesh.group(*axes, rank=rank) if axes else (rank,)
+    return tuple(r for r in owners if "pp" not in axes or mesh.coords(r).pp in stages)

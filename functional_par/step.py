@@ -14,6 +14,8 @@ from torch import Tensor
 from functional_par.batch import Share, share_of
 from functional_par.comm.base import AllReduce, World
 from functional_par.errors import CompositionError, NonFiniteError, StateError
+from functional_par.maps.apply import Moment
+from functional_par.maps.apply import apply as apply_maps
 from functional_par.metrics import Totals, check_norm, clip_coefficient
 from functional_par.model import init_leaf
 from functional_par.optim import Optimizer
@@ -124,10 +126,13 @@ class Step:
         params = self._check(state)
         share = share_of(self.plan, self.world, batch, self.dtype)
         count = self._count(share)
-        grads, losses = self._gradients(params, share, count, step_key(state.seed, state.step))
+        moment = Moment(params, state.step, step_key(state.seed, state.step))
+        grads, losses = self._gradients(params, share, count, moment.key)
         with self.world.record.during("gradients"):
+            apply_maps(self.plan, "local", self.world, moment, grads.leaves)
             grads.pay(self.world)
-        reduced = grads.views(self.plan)
+            reduced = grads.views(self.plan)
+            apply_maps(self.plan, "reduced", self.world, moment, reduced)
         with self.world.record.during("metrics"):
             totals = self.totals.over_world(self.world, losses, reduced, self._fingerprint(state, share))
         totals.check_agreement()
@@ -137,7 +142,7 @@ class Step:
         _check_finite(state.step, metrics)
         for flat in grads.flat if (factor := clip_coefficient(totals.norm, self.clip)) < 1.0 else ():
             flat.mul_(factor)
-        return self._update(state, params, reduced), metrics
+        return self._update(state, moment, reduced), metrics
 
     def gather(self, state: State) -> dict[str, Any]:
         """All parameters whole, on every rank, as a nested dict; tied names included. Collective: every rank calls it."""
@@ -248,13 +253,23 @@ class Step:
             self._calls[key] = stage_calls(self.plan, self.plan.trace(shapes, self.dtype), self.stage)
         return self._calls[key]
 
-    def _update(self, state: State, params: dict[str, Tensor], grads: Mapping[str, Tensor]) -> State:
+    def _update(self, state: State, moment: Moment, grads: Mapping[str, Tensor]) -> State:
         slots = state.flat_opt
         if self.donate:
             state.consume()
-        trainable = {path: params[path] for path in grads}
+        mapped = any(each.phase == "update" for each in self.plan.maps)
+        trainable = {path: moment.params[path] for path in grads}
+        old = {path: leaf.clone() for path, leaf in trainable.items()} if mapped else {}
         moved, slots = self.optimizer.update(grads, slots, trainable, state.step, inplace=self.donate)
-        return State(state.step + 1, state.seed, {**params, **moved}, slots)
+        if mapped:
+            moved = self._mapped(moved, replace(moment, params=old))
+        return State(state.step + 1, state.seed, {**moment.params, **moved}, slots)
+
+    def _mapped(self, moved: Mapping[str, Tensor], before: Moment) -> dict[str, Tensor]:
+        """The parameters after the user's maps on updates."""
+        updates = {path: leaf - before.params[path] for path, leaf in moved.items()}
+        apply_maps(self.plan, "update", self.world, before, updates)
+        return {path: leaf.copy_(before.params[path] + updates[path]) for path, leaf in moved.items()}
 
     def _check(self, state: State) -> dict[str, Tensor]:
         if not isinstance(state, State):

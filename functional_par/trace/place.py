@@ -24,9 +24,9 @@ _OUTSIDE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in 
 _STANDARD = str(Path(inspect.__file__).parent) + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
 _GENERATED = ("<frozen ", "<__array_function__", "<eval_with_key>", "<@")
-_MACHINERY = tuple(_PACKAGE + part for part in (f"trace{os.sep}", f"comm{os.sep}", "par.py"))
+_MACHINERY = tuple(_PACKAGE + part for part in (f"trace{os.sep}", f"maps{os.sep}", f"comm{os.sep}", "par.py"))
 _BRICKS = f"{_PACKAGE}nn{os.sep}"
-_CALLER = f"{_PACKAGE}trace{os.sep}infer.py"
+_CALLERS = tuple(f"{_PACKAGE}{part}{os.sep}infer.py" for part in ("trace", "maps"))
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def here() -> Place | None:
     """The line of a layer function that is running now; None in a backward, which runs lines of nobody."""
     frames = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _CALLER:
+    while frame is not None and frame.f_code.co_filename not in _CALLERS:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return _first(frames)

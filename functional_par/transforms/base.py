@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
+    from functional_par.model import Model
     from functional_par.plan import Plan
 
 
@@ -17,6 +18,10 @@ class Transform(ABC):
     """
 
     repeatable: ClassVar[bool] = False
+
+    def on_model(self, model: Model) -> Model:
+        """The model with this transform applied, before any plan is made; most leave it alone."""
+        return model
 
     @abstractmethod
     def __call__(self, plan: Plan) -> Plan:
