@@ -1,0 +1,221 @@
+"""Every error message of the package, found in its source: where it is made, and the words of which it is made.
+
+A *place* is a statement or call that makes an error: ``raise X(...)``, an ``X(...)`` that is returned, a call of a helper
+that only raises, a line printed to stderr. A *text* is a part of a message that is there in some cases only: a branch of a
+conditional, a default, what a helper returns, an entry of a table. ``raises.py`` sees to it that tests match both.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from functional_par import errors
+
+REASONS = ("why", "consequence")
+"""Attributes that hold a part of a message."""
+
+METHODS = ("format", "removesuffix", "get")
+"""Methods of a text or table whose result has its words; those of join's argument come on top."""
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """A place or a text, by its file and lines; ``parts`` are its words, without what a value fills in."""
+
+    file: str
+    first: int
+    last: int
+    kind: str
+    parts: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = " .. ".join(" ".join(part.split()) for part in self.parts)
+        return f"{self.file}:{self.first}: {self.kind}: {shown[:100]}"
+
+    @property
+    def letters(self) -> int:
+        """Of its own."""
+        return len(re.findall("[a-zA-Z]", "".join(self.parts)))
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Finds its words in a message."""
+        return re.compile(".*?".join(map(re.escape, self.parts)), re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where a name is looked up: a function, or a module, of one file."""
+
+    file: str
+    node: ast.AST
+    module: ast.Module
+    package: Package
+    followed: frozenset[str] = frozenset()
+
+    def follow(self, name: str) -> Scope:
+        return replace(self, followed=self.followed | {name})
+
+
+class Package:
+    """The modules of a package, by file."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = sorted(folder.rglob("*.py"))
+        self.modules = {path.relative_to(folder.parent).as_posix(): ast.parse(path.read_text()) for path in paths}
+        nodes = [(file, module, node) for file, module in self.modules.items() for node in ast.walk(module)]
+        self.functions = [Scope(f, n, m, self) for f, m, n in nodes if isinstance(n, ast.FunctionDef)]
+        self.reasons = [
+            (name, Scope(f, m, m, self), value) for f, m, n in nodes for name, value in _reasons(n) if name in REASONS
+        ]
+        functions = [scope.node for scope in self.functions if isinstance(scope.node, ast.FunctionDef)]
+        self.refusers = {node.name for node in functions if _only_raises(node)}
+        self.printers = {node.name for node in functions if _prints_argument(node)}
+        self.makers = {node.name for node in functions if _is_error(node.returns)}
+
+    def sites(self) -> tuple[Site, ...]:
+        """All places and texts, in their order."""
+        scopes = [*self.functions, *(Scope(file, module, module, self) for file, module in self.modules.items())]
+        return tuple(sorted({site for scope in scopes for node in own(scope.node) for site in _sites(node, scope)}))
+
+
+def _sites(node: ast.AST, scope: Scope) -> Iterator[Site]:
+    call = node.exc if isinstance(node, ast.Raise) else node
+    if not isinstance(call, ast.Call) or not call.args:
+        return
+    name, text = _name(call.func), call.args[0]
+    if name == "SystemExit" and not _words(text):
+        return  # an exit code
+    if _is_error(call.func) or name in scope.package.refusers or (call is not node and name in scope.package.makers):
+        yield _site(node, "place", text, scope)
+        yield from (site for argument in call.args for site in _inside(argument, scope))
+    elif _prints(call) or name in scope.package.printers:
+        yield from _texts(text, scope)
+
+
+def _site(node: ast.AST, kind: str, text: ast.AST, scope: Scope) -> Site:
+    return Site(scope.file, node.lineno, node.end_lineno or 0, kind, tuple(_words(text)))  # type: ignore[attr-defined]
+
+
+def _words(node: ast.AST) -> list[str]:
+    """The literal parts of a text."""
+    if isinstance(node, ast.Constant):
+        return [word for word in node.value.split("{}") if word] if isinstance(node.value, str) else []
+    if isinstance(node, ast.JoinedStr):
+        return [word for value in node.values for word in _words(value)]
+    if isinstance(node, ast.BinOp):
+        return _words(node.left) + _words(node.right)
+    return []
+
+
+def _inside(node: ast.AST, scope: Scope) -> Iterator[Site]:
+    """Texts that may fill the holes of a text."""
+    if isinstance(node, ast.JoinedStr):
+        for value in node.values:
+            if isinstance(value, ast.FormattedValue):
+                yield from _texts(value.value, scope)
+    elif isinstance(node, ast.BinOp):
+        yield from (*_inside(node.left, scope), *_inside(node.right, scope))
+    elif not isinstance(node, ast.Constant):
+        yield from _texts(node, scope)
+
+
+def _texts(node: ast.AST, scope: Scope) -> Iterator[Site]:
+    """Texts that an expression may stand for."""
+    if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp):
+        site = _site(node, "text", node, scope)
+        if re.search("[a-z]{4}", " ".join(site.parts)):
+            yield site
+        yield from _inside(node, scope)
+        return
+    for choice, where in _choices(node, scope):
+        yield from _texts(choice, where)
+
+
+def _choices(node: ast.AST, scope: Scope) -> Iterable[tuple[ast.AST, Scope]]:
+    """What an expression may be, and where that is to be understood."""
+    if isinstance(node, ast.IfExp):
+        return [(node.body, scope), (node.orelse, scope)]
+    if isinstance(node, ast.BoolOp | ast.Dict | ast.List | ast.Tuple):
+        values = node.elts if isinstance(node, ast.List | ast.Tuple) else node.values
+        return [(value, scope) for value in values]
+    if isinstance(node, ast.Starred | ast.Subscript | ast.NamedExpr):
+        return [(node.value, scope)]
+    if isinstance(node, ast.Name) and node.id not in scope.followed:
+        outer = replace(scope, node=scope.module)
+        return [(value, at.follow(node.id)) for at in (scope, outer) for value in _assigned(at.node, node.id)]
+    if isinstance(node, ast.Attribute):
+        return [(value, at) for name, at, value in scope.package.reasons if name == node.attr]
+    return _called(node, scope) if isinstance(node, ast.Call) else []
+
+
+def _called(node: ast.Call, scope: Scope) -> Iterable[tuple[ast.AST, Scope]]:
+    """The text or table whose method is called with its arguments, or what a function of the package returns."""
+    name = _name(node.func)
+    if isinstance(node.func, ast.Attribute) and name in (*METHODS, "join"):
+        return [(part, scope) for part in (node.func.value, *(node.args if name == "join" else ()))]
+    named = [at for at in scope.package.functions if at.node.name == name and _name(at.node.returns) == "str"]
+    own_file = [at for at in named if at.file == scope.file]
+    return [
+        (returned.value, replace(at, followed=scope.followed | {name}))
+        for at in (own_file or named)
+        if name not in scope.followed
+        for returned in own(at.node)
+        if isinstance(returned, ast.Return) and returned.value
+    ]
+
+
+def own(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function or module, without those of functions in it."""
+    for node in ast.iter_child_nodes(scope):
+        if not isinstance(node, ast.FunctionDef):
+            yield from (node, *own(node))
+
+
+def _assigned(scope: ast.AST, name: str) -> Iterator[ast.AST]:
+    for node in own(scope):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        if value is not None and any(isinstance(t, ast.Name) and t.id == name for t in targets):
+            yield value
+
+
+def _reasons(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    if isinstance(node, ast.keyword) and node.arg:
+        yield node.arg, node.value
+    if isinstance(node, ast.AnnAssign | ast.Assign) and node.value:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            yield _name(target), node.value
+
+
+def _name(node: ast.AST | None) -> str:
+    """The last part of a name with dots."""
+    return getattr(node, "id", None) or getattr(node, "attr", None) or ""
+
+
+def _is_error(node: ast.AST | None) -> bool:
+    """A class of errors, or ``type(error)``."""
+    if isinstance(node, ast.Call):
+        return _name(node.func) == "type"
+    found = getattr(errors, _name(node), None) or getattr(builtins, _name(node), None)
+    return isinstance(found, type) and issubclass(found, BaseException) and found is not BaseException
+
+
+def _prints(call: ast.Call) -> bool:
+    return _name(call.func) == "print" and any(k.arg == "file" and _name(k.value) == "stderr" for k in call.keywords)
+
+
+def _only_raises(function: ast.FunctionDef) -> bool:
+    return _name(function.returns) == "NoReturn" and any(isinstance(node, ast.Raise) for node in own(function))
+
+
+def _prints_argument(function: ast.FunctionDef) -> bool:
+    names = {argument.arg for argument in function.args.args}
+    printed = [c.args[0] for c in own(function) if isinstance(c, ast.Call) and _prints(c) and c.args]
+    return any(isinstance(text, ast.Name) and text.id in names for text in printed)
