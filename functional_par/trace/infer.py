@@ -46,11 +46,11 @@ from functional_par.errors import MissingCollective
 from functional_par.model import LOSS, Layer, Model
 from functional_par.spec import Debt
 from functional_par.trace.call import follow_call
-from functional_par.trace.dual import check_backward
+from functional_par.trace.dual import Backward
 from functional_par.trace.follow import Typing
 from functional_par.trace.outputs import check_loss, check_output, location
 from functional_par.trace.par import TracePar
-from functional_par.trace.values import NONE, Abstract, Axes, Source, Use, Value, names, order, quoted
+from functional_par.trace.values import Abstract, Axes, Source, Use, Value, names, order, quoted
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ class _Tracer:
         output = follow_call(layer, typing, self.setting, lambda: layer.fn(chosen, x, par))
         flat = pytree.tree_leaves(check_output(layer, output))
         entry = LayerTrace(pytree.tree_map(typing.abstract, output), tuple(dict.fromkeys(typing.uses)), typing.work)
-        carriers = [i for i, slot in enumerate(slots) if slot.value.grad]
-        named = [(_input_name(layer, i), inputs[i]) for i in carriers]
-        owed = {at: _owed(entry, i) for at, i in enumerate(carriers)}
-        tensors = [leaf for leaf in flat if isinstance(leaf, Tensor)]
-        follow_call(layer, typing, self.setting, lambda: check_backward(typing, named, tensors, owed, location(layer)))
+        carriers = {i: at for at, i in enumerate(i for i, slot in enumerate(slots) if slot.value.grad)}
+        backward = Backward(typing, [(_input_name(layer, i), inputs[i]) for i in carriers], location(layer))
+        outputs = [(y, _owed(typing.value(y).sources, carriers)) for y in flat if isinstance(y, Tensor)]
+        owed = _owed((use.source for use in entry.uses), carriers)
+        follow_call(layer, typing, self.setting, lambda: backward.check(outputs, owed))
         self.merged |= par.merged
         return entry
 
@@ -202,11 +202,12 @@ def _input_name(layer: Layer, index: int) -> str:
     return layer.paths[index] if index < len(layer.paths) else "the activation that enters the layer"
 
 
-def _owed(entry: LayerTrace, index: int) -> Axes:
-    """The axes over which the gradient of one input is partial, by all its uses and by what leaves the layer."""
-    leaves = [leaf for leaf in pytree.tree_leaves(entry.output) if isinstance(leaf, Abstract)]
-    sources = [use.source for use in entry.uses] + [source for leaf in leaves for source in leaf.value.sources]
-    return NONE.union(*(source.owed for source in sources if source.path == f"#{index}"))
+def _owed(sources: Iterable[Source], carriers: Mapping[int, int]) -> dict[int, list[Axes]]:
+    """The axes over which inputs that carry a cotangent owe, by their position among these."""
+    owed: dict[int, list[Axes]] = {}
+    for source in sources:
+        owed.setdefault(carriers[int(source.path[1:])], []).append(source.owed)
+    return owed
 
 
 def _debts(path: str, own: list[Use]) -> tuple[Debt, ...]:

@@ -313,7 +313,7 @@ def resized(shape: list[int], dim: int, size: int) -> list[int]:
 
 def _made_same(value: Value, axes: Axes) -> Value:
     closed = value.closed | axes if value.sources else value.closed
-    return replace(value, axes=value.axes - axes, alike=value.alike - axes, closed=closed)
+    return replace(value, axes=value.axes - axes, alike=value.alike - axes, closed=closed, mixed=value.mixed - axes)
 
 
 def _differing(value: Value, axes: Axes) -> Value:

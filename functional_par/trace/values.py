@@ -37,6 +37,7 @@ class Value:
         closed: axes over which something on the way from its sources varied and was then made the same again; a debt
             over these can no longer be carried back to the leaf.
         cotangent: whether it was computed from a cotangent, while the backward of a layer is followed.
+        mixed: axes along which cotangents that are the same on every rank and others that differ have been added up.
     """
 
     axes: Axes = NONE
@@ -46,6 +47,7 @@ class Value:
     sources: frozenset[Source] = frozenset()
     closed: Axes = NONE
     cotangent: bool = False
+    mixed: Axes = NONE
 
 
 CONSTANT = Value()
@@ -89,9 +91,14 @@ def together(values: Iterable[Value]) -> Axes:
 
 def constant(values: list[Value]) -> Value:
     """What is computed from the values without a way back for a cotangent."""
-    return Value(
-        union(values), together(values), data=any(v.data for v in values), cotangent=any(v.cotangent for v in values)
-    )
+    cotangents = [v for v in values if v.cotangent]
+    mixed = NONE
+    if cotangents:
+        both = union(cotangents) - cotangents[0].axes.intersection(*(v.axes for v in cotangents))
+        # What multiplies a cotangent and differs makes all of it differ.
+        mixed = both.union(*(v.mixed for v in cotangents)) - union(v for v in values if not v.cotangent)
+    data = any(v.data for v in values)
+    return Value(union(values), together(values), data=data, cotangent=bool(cotangents), mixed=mixed)
 
 
 def order(axes: Iterable[str]) -> tuple[str, ...]:

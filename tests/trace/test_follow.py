@@ -7,7 +7,7 @@ from torch.utils.flop_counter import flop_registry
 import functional_par as fp
 from functional_par.errors import ModelError
 from functional_par.trace import Abstract, Value
-from functional_par.trace.dual import check_backward
+from functional_par.trace.dual import Backward
 from functional_par.trace.follow import Typing
 from functional_par.trace.values import CONSTANT
 from tests.trace.harness import model_of, param, program_of
@@ -54,7 +54,7 @@ def test_a_gradient_that_the_operations_did_not_show_is_an_error():
         y = x * 2
         typing.values[y] = CONSTANT
         with pytest.raises(ModelError, match="a gradient which its operations do not show"):
-            check_backward(typing, [("x", x)], [y], {}, "layer 'layer'")
+            Backward(typing, [("x", x)], "layer 'layer'").check([(y, {})], {})
 
 
 def test_a_layer_whose_own_operations_have_no_backward_on_meta_is_taken_at_its_forward(monkeypatch):

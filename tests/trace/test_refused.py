@@ -304,6 +304,33 @@ def function_whose_backward_pays_the_debt(p, x, par):
     return par.psum(ScalesAndSums.apply(up(p, x, par) @ p["down"].T, p["g"], par), "tp")
 
 
+@refused(SuperfluousCollective, "body.g meets values that differ", "done so for a part of it", g=param(6), **MLP)
+def function_whose_backward_pays_the_debt_of_one_of_two_uses(p, x, par):
+    y = up(p, x, par) @ p["down"].T
+    return par.psum(ScalesAndSums.apply(y, p["g"], par) + y * p["g"], "tp")
+
+
+class MakesUp(torch.autograd.Function):
+    """Whose backward is not linear: it leaves the cotangent out."""
+
+    @staticmethod
+    def forward(x, w):
+        return x * 1.0
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, ct):
+        return ctx.saved_tensors[0].sum().expand_as(ct), None
+
+
+@refused(MissingCollective, "the backward of an autograd.Function gives the activation", "differs along tp", **MLP)
+def function_whose_backward_is_made_of_a_split_weight_alone(p, x, par):
+    return MakesUp.apply(x, p["up"])
+
+
 class NoMeta(torch.autograd.Function):
     @staticmethod
     def forward(x):
@@ -511,6 +538,30 @@ def test_a_backward_at_fault_is_named_by_its_own_line():
     with pytest.raises(SuperfluousCollective) as caught:
         program_of(model_of(function_whose_backward_sums_twice, MLP))
     assert 'return ctx.par.psum(ct, "tp"), None  # here' in str(caught.value)
+
+
+def test_a_backward_that_pays_is_found_though_the_leaf_goes_on_to_another_layer():
+    def first(p, x, par):
+        y = par.psum(ScalesAndSums.apply(up(p, x, par) @ p["down"].T, p["g"], par), "tp")
+        return {"x": y, "g": p["g"]}
+
+    def later(p, x, par):
+        return par.psum(up(p, x["x"], par) @ p["down"].T * x["g"], "tp")
+
+    model = model_of(first, {"g": param(6), **MLP}, after=[("later", "body", later)])
+    with pytest.raises(
+        SuperfluousCollective, match=r"layer 'body'.*body\.g meets values that differ.*already done so\."
+    ):
+        program_of(model)
+
+
+def test_a_use_that_no_gradient_reaches_is_told_as_what_it_is():
+    def fn(p, x, par):
+        dead = (up(p, x, par) @ p["down"].T * p["g"]).detach()
+        return par.psum(dead, "tp") + x * p["g"]
+
+    with pytest.raises(MissingCollective, match=r"body\.g is read whole in one place"):
+        program_of(model_of(fn, {"g": param(6), **MLP}))
 
 
 def test_sizes_that_axes_do_not_divide_are_refused_on_the_mesh():
