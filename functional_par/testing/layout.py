@@ -1,0 +1,94 @@
+"""A layout: all choices by which one model becomes many programs that have to be the same function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from functional_par.errors import CompositionError, ModelError
+from functional_par.mesh import Mesh
+from functional_par.model import Model
+from functional_par.par import TensorParallelMode
+from functional_par.plan import Plan
+from functional_par.program import Program, compose
+from functional_par.transforms import DPReduce, ShardTP, StagePP, Transform, dp_reduce, shard_tp, stage_pp, tie
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies on ranks and how its step runs.
+
+    Attributes:
+        mesh: sizes of the axes.
+        mode, async_comm: of ``shard_tp``.
+        schedule, microbatches, split: of ``stage_pp``.
+        ties: names of leaves that are made one, by ``tie``. Unlike all else they change the function.
+        engine: of ``program.step``.
+
+    >>> layout = Layout(Mesh(dp=2, pp=2), microbatches=3, ties=(("head.weight", "embed.weight"),))
+    >>> len(layout.transforms())
+    4
+    >>> layout.pieces
+    6
+    """
+
+    mesh: Mesh = Mesh()  # noqa: RUF009  (frozen)
+    mode: str = "ALL_REDUCE"
+    async_comm: bool = False
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    split: tuple[int, ...] | None = None
+    ties: tuple[tuple[str, ...], ...] = ()
+    engine: str = "func"
+
+    @property
+    def pieces(self) -> int:
+        """Of how many rows a global batch is a multiple: replicas times microbatches."""
+        return self.mesh.ep * self.mesh.dp * self.microbatches
+
+    def transforms(self, *others: Transform) -> tuple[Transform, ...]:
+        """The transforms of this layout, and ``others``. A ``shard_tp`` among the others says which dims are cut; of a
+        ``stage_pp`` or a ``dp_reduce`` the layout has its own."""
+        dims = next((other.dims for other in others if isinstance(other, ShardTP)), shard_tp().dims)
+        shard = replace(shard_tp(self.mode, self.async_comm), dims=dims)
+        kept = [other for other in others if not isinstance(other, (ShardTP, StagePP, DPReduce))]
+        ties = [tie(*names) for names in self.ties]
+        return (*ties, *kept, shard, stage_pp(self.schedule, self.microbatches, self.split), dp_reduce())
+
+    def program(self, model: Model, *others: Transform) -> Program:
+        """The model in this layout; raises what ``compose`` raises."""
+        return compose(*self.transforms(*others))(model)
+
+
+def refusal(model: Model, tp: int, mode: str, *others: Transform) -> str:
+    """Why the sizes of a model do not admit this tp in this mode, by a trace of the one stage; "" if they do. A wrong
+    collective is no matter of sizes: its TraceError is raised."""
+    for other in others:
+        model = other.on_model(model)
+    layout = Layout(Mesh(tp=tp), mode)
+    try:
+        plan = Plan.start(model, layout.mesh, {})
+        for transform in layout.transforms(*others):
+            if not isinstance(transform, StagePP):
+                plan = transform(plan)
+        plan.trace()
+    except (CompositionError, ModelError) as error:
+        return str(error)
+    return ""
+
+
+MODES = tuple(mode.value for mode in TensorParallelMode)
+"""The modes of tensor parallelism, by name."""
+
+
+def alike(model: Model) -> list[tuple[str, ...]]:
+    """Leaves that a tie could join: those of one shape, with the same dims, trainable or not. At least two each."""
+    kinds: dict[object, list[str]] = {}
+    for path, leaf in model.leaves.items():
+        kinds.setdefault((leaf.shape, leaf.names, leaf.trainable), []).append(path)
+    return [tuple(paths) for paths in kinds.values() if len(paths) > 1]
+
+
+def shares_leaves(model: Model) -> bool:
+    """Whether two layers read the same leaf, so that the order of sums depends on the stages."""
+    reads = [path for layer in model.all_layers for path in layer.paths]
+    return len(reads) > len(set(reads))
