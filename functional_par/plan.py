@@ -143,10 +143,10 @@ class Plan:
         """Give every leaf its stages and its debts; raises what only the whole plan reveals."""
         self._check_axes()
         owners = self._owners()
-        staged = {path: replace(spec, stages=owners[path]) for path, spec in self.specs.items()}
-        debts = replace(self, specs=staged).trace().debts
+        staged = replace(self, specs={p: replace(spec, stages=owners[p]) for p, spec in self.specs.items()})
+        debts = staged.trace().debts
         specs = {}
-        for path, spec in staged.items():
+        for path, spec in staged.specs.items():
             owed = {debt.axis: debt for debt in debts[path]}
             if len(spec.stages) > 1:
                 owed["pp"] = _tie_debt(spec.stages)
@@ -154,7 +154,14 @@ class Plan:
                 spec, owes=tuple(owed[axis] for axis in AXES if axis in owed) if spec.trainable else ()
             )
         mapped = infer(self.maps, specs, self.mesh)
-        return replace(self, specs=mapped.specs, map_groups=mapped.groups)
+        return replace(self, specs=mapped.specs, map_groups=mapped.groups)._traced_as(staged)
+
+    def _traced_as(self, other: Plan) -> Plan:
+        """This plan with the other's traces, which it would make again if it differs in nothing that is traced."""
+        example = self.example(), torch.float32
+        if self._setting(*example) == other._setting(*example):
+            self._traces.update(other._traces)
+        return self
 
     def _owners(self) -> dict[str, tuple[int, ...]]:
         """Stages that read each leaf."""

@@ -83,6 +83,12 @@ def test_costs_count_products_and_do_not_depend_on_the_mesh():
     assert list(one.costs) == ["embed", "block0", "block1", "head", "loss"]
 
 
+def test_a_plan_keeps_the_trace_that_gave_it_its_debts(monkeypatch):
+    plan = fp.compose(fp.shard_tp(), fp.dp_reduce())(small_gpt()).plan(fp.Mesh(dp=2, tp=2))
+    monkeypatch.setattr("functional_par.plan.trace", None)
+    assert plan.trace().debts["embed.weight"] == plan.specs["embed.weight"].owes
+
+
 def test_a_trace_is_made_once_a_shape():
     plan = fp.compose(fp.dp_reduce())(small_gpt()).plan(Mesh())
     shapes = dict.fromkeys(("tokens", "labels"), ((3, 4), torch.int64))
