@@ -1,4 +1,4 @@
-"""Eight gloo processes equal one process, in five layouts of one launch.
+"""Eight gloo processes equal one process, in five layouts of one start.
 
 One test, since each worker of a test run that had one of several would start the eight processes anew.
 """
@@ -13,18 +13,16 @@ import torch
 import functional_par as fp
 
 from . import oracle
+from .process_layouts import CASES, batches
 from .test_layouts import CLIP, model_of, transforms
-from .torchrun_layouts import CASES, batches
 
 ROOT = Path(__file__).parent.parent
 
 
 def launch(folder):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8"]
-    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     done = subprocess.run(
-        [*launcher, "-m", "tests.torchrun_layouts", str(folder)],
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "tests.process_layouts", str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""What each of eight processes does in test_torchrun.py: three steps in every layout, each writes what came out."""
+"""What each of eight processes does in test_processes.py: three steps in every layout, each writes what came out."""
 
 import functools
 import sys
@@ -9,6 +9,7 @@ import torch
 import functional_par as fp
 from functional_par import tree
 from tests import oracle
+from tests.spawn import spawn
 from tests.test_layouts import CLIP, SEQ, VOCAB, Case, model_of, transforms
 
 CASES = (
@@ -43,7 +44,11 @@ def train(case: Case, folder: Path) -> None:
     fp.run(main, mesh)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def main() -> None:
     for case in CASES:
         train(case, Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sys.exit(spawn(8, main))
