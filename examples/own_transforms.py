@@ -42,7 +42,7 @@ def low_rank(*patterns: str, rank: int) -> fp.Transform:
     the gradient has no higher rank."""
 
     def reduce(grad: Tensor, leaf: fp.Leaf) -> Tensor:
-        flip = leaf.spec.axes[1] is not None  # the dim that is cut comes first
+        flip = leaf.spec.names[1] in ("ffn", "heads", "vocab")  # a dim that tp may cut comes first
         g = grad.T if flip else grad
         p = leaf.psum(g @ leaf.normal(g.shape[1], rank), *leaf.owes)  # [m, rank], linear in g
         # Orthonormal columns by Cholesky, which sums over a dim that may be cut; a QR of the blocks would not do.

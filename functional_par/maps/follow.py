@@ -95,13 +95,12 @@ class TraceLeaf(Leaf):
             )
         return self._emit(x.shape, x.dtype, Kind(kind.partial - frozenset(axes), kind.cut), axes)
 
-    def pmax(self, x: Tensor, *axes: str) -> Tensor:
-        kind = self._known("pmax", x, axes)
-        need_no_sum("leaf.pmax", [kind])
-        return self._emit(x.shape, x.dtype, Kind(cut=frozenset(c for c in kind.cut if c[0] not in axes)), axes)
+    def amax(self, x: Tensor) -> Tensor:
+        need_no_sum("leaf.amax", [self._known("amax", x, ())])
+        return self._emit((), x.dtype, WHOLE, self.spec.sharded)
 
     def all_gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        kind, dim = self._known("all_gather", x, (axis,)), dim % x.ndim
+        kind, dim = self._known("all_gather", x, (axis,)), dim % max(x.ndim, 1)
         if (axis, dim) not in kind.cut:
             raise SuperfluousCollective(
                 f"leaf.all_gather over {axis} of dim {dim} of a value that is {kind}: there is nothing to gather."

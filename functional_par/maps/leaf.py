@@ -52,8 +52,8 @@ class Leaf(ABC):
         """
 
     @abstractmethod
-    def pmax(self, x: Tensor, *axes: str) -> Tensor:
-        """Elementwise maximum over the ranks of the axes, for maxima over a dim that is cut. ``whole or cut -> whole``."""
+    def amax(self, x: Tensor) -> Tensor:
+        """Largest entry of the whole of ``x``, without dims. ``whole or cut -> whole``."""
 
     @abstractmethod
     def all_gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
@@ -89,8 +89,8 @@ class RunLeaf(Leaf):
     def psum(self, x: Tensor, *axes: str) -> Tensor:
         return self._start(AllReduce(), x, axes)
 
-    def pmax(self, x: Tensor, *axes: str) -> Tensor:
-        return self._start(AllReduce("max"), x, axes)
+    def amax(self, x: Tensor) -> Tensor:
+        return self._start(AllReduce("max"), x.amax(), self.spec.sharded)
 
     def all_gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
         return self._start(AllGather(dim % x.ndim), x, (axis,))

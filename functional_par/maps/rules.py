@@ -175,15 +175,13 @@ def _select(bound: Bound, dim: int, out: Tensor) -> int | None:
 def _view(bound: Bound, dim: int, out: Tensor) -> int | None:
     """A cut dim stays one where it is the outermost of the dims that it is joined with."""
     before, after = list(bound["self"].shape), list(out.shape)
-    if prod(before) == 0:
-        return None
+    if before == after:
+        return dim
     at = prod(before[:dim])
-    there = 0
-    while there < len(after) and prod(after[:there]) < at:
-        there += 1
-    while there < len(after) and after[there] == 1 and before[dim] != 1:
-        there += 1
-    return there if there < len(after) and prod(after[:there]) == at else None
+    there = next((i for i in range(len(after)) if prod(after[:i]) == at), None)
+    # Beside dims of one entry nobody can tell which of them the block is a part of.
+    ambiguous = prod(before) == 0 or before[dim] == 1 or there is None or after[there] == 1
+    return None if ambiguous else there
 
 
 def _reduce(name: str, bound: Bound, kind_of: KindOf, out: Tensor) -> Kind:
@@ -205,10 +203,19 @@ def _reduce(name: str, bound: Bound, kind_of: KindOf, out: Tensor) -> Kind:
             partial.add(axis)
         else:
             raise NotLinear(
-                f"{name} over dim {dim}, of which every rank of {axis} has a block: each would get another result. Use sums: "
-                f"leaf.psum(x.sum({dim}), {axis!r}), and leaf.shape for the number of entries."
+                f"{name} over dim {dim}, of which every rank of {axis} has a block: each would get another result. "
+                + _INSTEAD[name].format(dim=dim, axis=axis)
             )
     return Kind(kind.partial | partial, frozenset(cut))
+
+
+_INSTEAD = {
+    "mean": "Take leaf.psum(x.sum({dim}), {axis!r}) and divide it by the size in leaf.shape.",
+    "amax": "leaf.amax(x) is the largest entry of the whole.",
+    "amin": "-leaf.amax(-x) is the smallest entry of the whole.",
+    "linalg_vector_norm": "leaf.norm(x) is the norm of the whole; else take leaf.psum(x.square().sum({dim}), {axis!r}).sqrt().",
+}
+"""What to write for a reduction that needs its dim whole."""
 
 
 def _product(left: str, right: str, to: str) -> Callable[..., Kind]:

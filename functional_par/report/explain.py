@@ -54,6 +54,9 @@ def _header(plan: Plan) -> str:
     for first in sorted(set(plan.aliases.values())):
         names = [alias for alias, canonical in plan.aliases.items() if canonical == first]
         lines.append(f"tied              {first} = {' = '.join(names)}")
+    for each in plan.maps:
+        acts = sum(spec.trainable and each.acts_on(path) for path, spec in plan.specs.items())
+        lines.append(f"own map           {each.name}, leaves: {acts}")
     return "\n".join(lines)
 
 
@@ -84,7 +87,7 @@ def _leaves(plan: Plan) -> str:
             " ".join(map(str, spec.local_shape(plan.mesh))),
             " ".join(map(str, spec.stages)),
             " ".join(_owed(plan, spec, notes)) or ("nothing" if spec.trainable else "frozen"),
-            _collective(plan, spec, labels.get(path, "")),
+            "; ".join([*_own_payers(plan, spec), *_collective(plan, spec, labels.get(path, ""))]) or "-",
         )
         rows.setdefault(columns, []).append(path)
     head = ("leaf", "spec", "local shape", "stages", "owes [why]", "paid by, bytes")
@@ -109,10 +112,19 @@ def _owed(plan: Plan, spec: Spec, notes: dict[str, int]) -> Iterable[str]:
         yield " ".join(debt.axis for debt in debts) + f"[{notes.setdefault(note, len(notes) + 1)}]"
 
 
-def _collective(plan: Plan, spec: Spec, label: str) -> str:
-    if label in ("", "none"):
-        return "-"
-    return f"all_reduce {label}, {size(prod(spec.local_shape(plan.mesh)) * BYTES)}"
+def _own_payers(plan: Plan, spec: Spec) -> Iterable[str]:
+    """The user's maps that pay, each with the axes that it sums over."""
+    paid: dict[str, list[str]] = {}
+    for debt in spec.owes:
+        if debt.payer and getattr(plan.mesh, debt.axis) > 1:
+            paid.setdefault(debt.payer, []).append(debt.axis)
+    return (f"{payer} {'+'.join(axes)}" for payer, axes in paid.items())
+
+
+def _collective(plan: Plan, spec: Spec, label: str) -> Iterable[str]:
+    """The step's own reduction, if there is one."""
+    if label not in ("", "none"):
+        yield f"all_reduce {label}, {size(prod(spec.local_shape(plan.mesh)) * BYTES)}"
 
 
 def _buckets(plan: Plan) -> str:

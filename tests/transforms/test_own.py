@@ -1,0 +1,491 @@
+"""Maps of the user's own on gradients and updates: the same in every layout, and held to what gradients owe."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import functional_par as fp
+from functional_par import CompositionError, MeshError, MissingCollective, ModelError, SuperfluousCollective, tree
+from tests import oracle
+from tests.toys import odd, small_gpt, small_llama
+
+MESH = fp.Mesh(pp=2, dp=2, tp=2)
+RANKS = (fp.shard_tp("REDUCE_SCATTER"), fp.stage_pp(microbatches=2), fp.dp_reduce())
+TIE = fp.tie("head.weight", "embed.weight")
+BATCHES = [oracle.token_batch(13, 12, 4, seed) for seed in range(3)]
+
+
+@functools.cache
+def examples():
+    path = Path(__file__).parents[2] / "examples" / "own_transforms.py"
+    spec = importlib.util.spec_from_file_location("own_transforms", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def scaled(grad, leaf):
+    return grad * 0.25
+
+
+def by_entry(grad, leaf):
+    return grad.clamp(-0.01, 0.01)
+
+
+def trust_ratio(update, leaf):
+    """LARS: the length of an update is a fixed part of the length of its leaf."""
+    return update * (0.1 * leaf.norm(leaf.param) / leaf.norm(update))
+
+
+def decayed(grad, leaf):
+    return grad + 0.1 * leaf.param
+
+
+def noisy(grad, leaf):
+    return grad + 0.01 * leaf.normal()
+
+
+def sign_of_the_sum(grad, leaf):
+    return leaf.psum(grad, *leaf.owes).sign() * 0.01
+
+
+def of_largest(grad, leaf):
+    return grad / leaf.amax(grad.abs())
+
+
+OWN = {
+    "local, linear": [fp.on_local_gradients(scaled)],
+    "local, summed by itself": [fp.on_local_gradients(sign_of_the_sum, "blocks.0.*", "norm.*")],
+    "local twice": [
+        fp.on_local_gradients(scaled, name="first"),
+        fp.on_local_gradients(sign_of_the_sum, "*.weight", name="second"),
+    ],
+    "low rank": [examples().low_rank("blocks.*.mlp.*.weight", rank=3)],
+    "reduced": [fp.on_reduced_gradients(by_entry), fp.on_reduced_gradients(decayed, "blocks.*")],
+    "reduced, largest entry": [fp.on_reduced_gradients(of_largest)],
+    "clip each leaf": [examples().clip_each_leaf(0.02)],
+    "noise": [fp.on_reduced_gradients(noisy)],
+    "updates": [fp.on_updates(trust_ratio, "*.weight")],
+    "all": [
+        fp.on_updates(scaled),
+        fp.on_local_gradients(scaled, name="a"),
+        fp.on_reduced_gradients(by_entry, name="b"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_map_does_the_same_in_every_layout(name):
+    make = (
+        small_llama  # no biases: a key's has a gradient of zero, of which some of these maps make rounding errors large
+    )
+    one = oracle.train_on(fp.compose(*OWN[name], TIE)(make()), fp.Mesh(), BATCHES, clip=0.5).run
+    program = fp.compose(*OWN[name], TIE, *RANKS)(make())
+    many = oracle.train_on(program, MESH, BATCHES, clip=0.5)
+    oracle.equal_runs(many.run, one)
+    plain = oracle.train_on(fp.compose(TIE)(make()), fp.Mesh(), BATCHES, clip=0.5).run
+    assert any(not torch.equal(one.weights[path], x) for path, x in plain.weights.items()), "the map did something"
+    for state, rank in zip(many.states, range(8), strict=True):
+        coords = MESH.coords(rank)
+        twin = many.states[MESH.rank(**(coords._asdict() | {"dp": 1 - coords.dp}))]
+        assert all(torch.equal(x, twin.flat[path]) for path, x in state.flat.items()), "replicas drifted apart"
+
+
+def test_a_low_rank_reduction_of_full_rank_is_the_sum_itself():
+    own = examples().low_rank("blocks.*.mlp.*.weight", rank=8)
+    program = fp.compose(own, *RANKS)(small_gpt())
+    expected = oracle.train(small_gpt(), BATCHES[:1], sgd=0.1)
+    found = oracle.train_on(program, MESH, BATCHES[:1], fp.optim.sgd(lr=0.1)).run
+    for path, x in expected.weights.items():
+        assert (found.weights[path] - x).abs().max() < 1e-8, path  # a Cholesky of a Gram matrix squares the condition
+
+
+def test_what_a_map_sums_the_step_does_not_sum_again_and_fewer_bytes_travel():
+    own = examples().in_bfloat16("blocks.*")
+    model = small_gpt()
+
+    def sent(*transforms):
+        program = fp.compose(*transforms, fp.dp_reduce())(model)
+        record = oracle.train_on(program, fp.Mesh(dp=2), BATCHES[:1], dtype=torch.float32).records[0]
+        return {label: n for (phase, label, _), n in record.nbytes.items() if phase == "gradients"}
+
+    inside = sum(x.numel() for path, x in tree.flatten(model.init(0)).items() if path.startswith("blocks"))
+    assert sent(own) == {
+        "dp": sent(fp.on_local_gradients(scaled, "norm.*"))["dp"] - 4 * padded(model),
+        "ep+dp": 2 * inside,
+    }
+
+
+def padded(model):
+    """Elements of the leaves of blocks in the flat buffer of a bucket."""
+    sizes = [x.numel() for path, x in tree.flatten(model.init(0)).items() if path.startswith("blocks")]
+    return sum(-(-n // 16) * 16 for n in sizes)
+
+
+def test_maps_run_in_their_phase_whatever_the_order_of_the_transforms_and_in_the_given_order_within_it():
+    seen = []
+
+    def note(name):
+        def function(x, leaf):
+            if x.device.type != "meta":
+                seen.append((name, leaf.owes, leaf.step))
+            return x
+
+        return function
+
+    own = [
+        fp.on_updates(note("update"), "norm.weight", name="u"),
+        fp.on_reduced_gradients(note("reduced"), "norm.weight", name="r"),
+        fp.on_local_gradients(note("local 1"), "norm.weight", name="1"),
+        fp.on_local_gradients(note("local 2"), "norm.weight", name="2"),
+    ]
+    oracle.train_on(fp.compose(*own, fp.dp_reduce())(small_gpt()), fp.Mesh(), BATCHES[:1])
+    both = ("ep", "dp")
+    assert seen == [("local 1", both, 0), ("local 2", both, 0), ("reduced", (), 0), ("update", (), 0)]
+
+
+def test_later_maps_are_told_what_earlier_ones_have_paid():
+    owed = {}
+
+    def note(grad, leaf):
+        if grad.device.type != "meta":
+            owed[leaf.path] = leaf.owes
+        return grad
+
+    own = [fp.on_local_gradients(sign_of_the_sum, "embed.*"), fp.on_local_gradients(note)]
+    oracle.train_on(fp.compose(*own, TIE, *RANKS)(small_gpt()), MESH, BATCHES[:1])
+    assert owed["embed.weight"] == ()
+    assert owed["norm.weight"] == ("ep", "dp", "tp")
+
+
+def test_the_norm_and_the_clip_see_what_maps_on_reduced_gradients_return():
+    program = fp.compose(fp.on_reduced_gradients(scaled))(small_gpt())
+    plain = oracle.train(small_gpt(), BATCHES[:1])
+    found = oracle.train_on(program, fp.Mesh(), BATCHES[:1]).run
+    assert found.norms[0] == pytest.approx(0.25 * plain.norms[0], rel=1e-12)
+
+
+def test_padding_stays_zero_whatever_a_map_writes_there():
+    program = fp.compose(fp.on_reduced_gradients(lambda grad, leaf: grad + 1.0), fp.shard_tp())(small_gpt(vocab=13))
+    found = oracle.train_on(program, fp.Mesh(tp=2), BATCHES[:2], fp.optim.sgd(lr=0.1))
+    assert not found.states[1].flat["embed.weight"][6:].any()
+    one = oracle.train_on(
+        fp.compose(fp.on_reduced_gradients(lambda grad, leaf: grad + 1.0))(small_gpt(vocab=13)),
+        fp.Mesh(),
+        BATCHES[:2],
+        fp.optim.sgd(lr=0.1),
+    )
+    oracle.equal_runs(found.run, one.run)
+
+
+def test_a_step_with_maps_is_pure_and_donating_changes_no_bit():
+    program = fp.compose(*OWN["all"])(small_gpt())
+    kept = oracle.train_on(program, fp.Mesh(), BATCHES, donate=True).run
+    oracle.same_bits(kept, oracle.train_on(program, fp.Mesh(), BATCHES).run)
+
+    def main(world):
+        step = program.step(world, oracle.adamw(), dtype=torch.float64)
+        state = step.init(0)
+        before = {path: x.clone() for path, x in state.flat.items()}
+        first, second = step(state, BATCHES[0])[0], step(state, BATCHES[0])[0]
+        assert all(torch.equal(x, before[path]) for path, x in state.flat.items())
+        assert all(torch.equal(x, second.flat[path]) for path, x in first.flat.items())
+
+    fp.run(main, fp.Mesh())
+
+
+def test_explain_says_which_map_pays():
+    program = fp.compose(examples().in_bfloat16("embed.*"), TIE, *RANKS)(small_gpt())
+    text = str(program.explain(MESH))
+    assert "own map           on_local_gradients(in_bfloat16), leaves: 1" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("embed.weight ")]
+    assert line.endswith("on_local_gradients(in_bfloat16) pp+dp")
+    assert re.search(r"^pp\+dp", text, re.MULTILINE) is None, "the step's own bucket of the tied leaf is gone"
+
+
+def refused(function, on=fp.on_local_gradients, leaves="mlp.up", *more):
+    program = fp.compose(on(function, leaves), *more, fp.shard_tp(), fp.dp_reduce())
+    return lambda: program(odd())
+
+
+def clip(grad, leaf):
+    norm = grad.norm()
+    return grad / norm.clamp(min=1.0)
+
+
+def rounds(grad, leaf):
+    return (grad * 100).to(torch.int32).to(grad.dtype) / 100
+
+
+def adds_once_a_rank(grad, leaf):
+    return grad + leaf.param
+
+
+def squares(grad, leaf):
+    return grad * grad
+
+
+def inverse(grad, leaf):
+    return 1.0 / grad
+
+
+def sums_twice(grad, leaf):
+    grad = leaf.psum(grad, *leaf.owes)
+    return leaf.psum(grad, "dp")
+
+
+def sums_what_is_cut(grad, leaf):
+    return leaf.psum(grad, "tp")
+
+
+def sums_over_no_axis(grad, leaf):
+    return leaf.psum(grad, "model")
+
+
+def mean_of_a_block(grad, leaf):
+    return grad - grad.mean(0)
+
+
+def norm_of_a_block(grad, leaf):
+    return grad / grad.norm()
+
+
+def smallest_of_a_block(grad, leaf):
+    return grad - grad.amin()
+
+
+def largest_of_a_block(grad, leaf):
+    return grad - grad.amax(0)
+
+
+def largest_of_terms(grad, leaf):
+    return grad * leaf.amax(grad)
+
+
+def sorts_a_block(grad, leaf):
+    return grad.sort(0)[0]
+
+
+def block_with_whole(grad, leaf):
+    return grad * torch.arange(grad.shape[0])[:, None]
+
+
+def block_by_whole(grad, leaf):
+    return leaf.normal(grad.shape[0], grad.shape[0]) @ grad
+
+
+def block_with_its_transpose(grad, leaf):
+    square = grad @ grad.T
+    return square @ grad
+
+
+def mixed(grad, leaf):
+    return grad[:, :4] + grad[:4, :4].T
+
+
+def terms_by_blocks(grad, leaf):
+    total = grad.sum()  # a partial sum over tp too
+    return total * grad
+
+
+def sum_left_over(grad, leaf):
+    return torch.ones_like(grad) * grad.sum()
+
+
+def cut_otherwise(grad, leaf):
+    return leaf.all_gather(grad, "tp", 0)[: grad.shape[0]]
+
+
+def gathers_what_is_whole(grad, leaf):
+    return leaf.all_gather(grad, "tp", 1)
+
+
+def in_place(grad, leaf):
+    return grad.mul_(0.5)
+
+
+def draws(grad, leaf):
+    return grad * torch.rand(())
+
+
+def branches(grad, leaf):
+    return grad if leaf.param.sum().item() > 0 else -grad
+
+
+def other_shape(grad, leaf):
+    return grad.sum(1)
+
+
+def other_dtype(grad, leaf):
+    return grad.to(torch.bfloat16)
+
+
+def nothing(grad, leaf):
+    return None
+
+
+def of_a_number(grad, leaf):
+    return grad * leaf.psum(1.0, "dp")
+
+
+def of_another_shape(grad, leaf):
+    return leaf.approximate(grad, lambda x: x[:1])
+
+
+def fails(grad, leaf):
+    return grad @ torch.ones(1000)
+
+
+LOCAL, REDUCED = fp.on_local_gradients, fp.on_reduced_gradients
+
+WRONG = {
+    clip: (LOCAL, MissingCollective, "linalg_vector_norm of a partial sum over ep, dp. It is not linear"),
+    rounds: (LOCAL, MissingCollective, "a cast to torch.int32 of a partial sum over ep, dp."),
+    adds_once_a_rank: (
+        LOCAL,
+        MissingCollective,
+        "add of a partial sum over ep, dp and a value that is not one: the sum",
+    ),
+    squares: (LOCAL, MissingCollective, "mul of two partial sums over ep, dp: a product of terms is not a term of the"),
+    inverse: (LOCAL, MissingCollective, "reciprocal of a partial sum over ep, dp."),
+    sums_twice: (
+        LOCAL,
+        SuperfluousCollective,
+        "leaf.psum over dp of a value that is cut along tp in dim 0: nobody owes",
+    ),
+    sums_what_is_cut: (LOCAL, SuperfluousCollective, "leaf.psum over tp of a value that is cut along tp: it would add"),
+    sums_over_no_axis: (LOCAL, MeshError, "a sum over 'model': the axes are ep, pp, dp, cp, tp."),
+    mean_of_a_block: (
+        LOCAL,
+        MissingCollective,
+        "mean over dim 0, of which every rank of tp has a block: each would get",
+    ),
+    norm_of_a_block: (REDUCED, MissingCollective, "leaf.norm(x) is the norm of the whole"),
+    smallest_of_a_block: (REDUCED, MissingCollective, "-leaf.amax(-x) is the smallest entry of the whole."),
+    largest_of_a_block: (REDUCED, MissingCollective, "leaf.amax(x) is the largest entry of the whole."),
+    largest_of_terms: (LOCAL, MissingCollective, "leaf.amax of a partial sum over ep, dp."),
+    sorts_a_block: (REDUCED, MissingCollective, "sort of a value that is cut along tp: its result would depend on how"),
+    block_with_whole: (LOCAL, MissingCollective, "mul of a value that is cut along tp in dim 0 and one that is not"),
+    block_by_whole: (LOCAL, MissingCollective, "mm over a dim of which one factor has a block along tp, the other all"),
+    block_with_its_transpose: (
+        REDUCED,
+        MissingCollective,
+        "mm of two values that are cut along the same axis in different",
+    ),
+    mixed: (REDUCED, MissingCollective, "slice of a value that is cut along tp in dim 0 mixes its blocks"),
+    terms_by_blocks: (REDUCED, MissingCollective, "mul of a partial sum over tp and a value that is cut along it."),
+    sum_left_over: (REDUCED, MissingCollective, "mul of a partial sum over tp and a value that is cut along it."),
+    cut_otherwise: (
+        REDUCED,
+        ModelError,
+        "it returns a value that is whole on every rank for a leaf that is cut along tp in dim 0",
+    ),
+    gathers_what_is_whole: (
+        REDUCED,
+        SuperfluousCollective,
+        "leaf.all_gather over tp of dim 1 of a value that is cut along tp in",
+    ),
+    in_place: (REDUCED, ModelError, "mul_ changes a tensor in place. Maps are pure functions: use a new name"),
+    draws: (REDUCED, ModelError, "rand draws from torch's global generator, so the ranks would differ."),
+    branches: (
+        REDUCED,
+        ModelError,
+        "The function runs on tensors without data: no Python number may be taken from one",
+    ),
+    other_shape: (REDUCED, ModelError, "it returns torch.float32[8] for a shard of torch.float32[8, 6]."),
+    other_dtype: (LOCAL, ModelError, "it returns torch.bfloat16[8, 6] for a shard of torch.float32[8, 6]."),
+    nothing: (LOCAL, ModelError, "it returns NoneType for a shard of torch.float32[8, 6]."),
+    of_a_number: (LOCAL, ModelError, "leaf.psum of float; give a tensor."),
+    of_another_shape: (LOCAL, ModelError, "leaf.approximate: the approximation of a tensor of shape [8, 6] is [1, 6]"),
+    fails: (LOCAL, ModelError, "it failed while it was followed: RuntimeError: "),
+}
+
+
+@pytest.mark.parametrize("function", WRONG, ids=lambda f: f.__name__)
+def test_a_wrong_map_is_refused_when_composed_with_the_leaf_the_line_and_the_reason(function):
+    on, kind, message = WRONG[function]
+    where = f"{on.__name__}({function.__name__}) on mlp.up, transforms/test_own.py:"
+    with pytest.raises(kind, match=re.escape(where) + ".*" + re.escape(message)):
+        refused(function, on)()
+
+
+def test_a_partial_sum_that_is_left_over_is_refused():
+    def function(grad, leaf):
+        return (grad * leaf.param).sum().expand(grad.shape)
+
+    message = "it returns a partial sum over tp. Nobody adds up that sum over tp afterwards: leaf.psum(x, 'tp')."
+    with pytest.raises(MissingCollective, match=re.escape(message)):
+        refused(function, fp.on_reduced_gradients)()
+
+
+def test_a_sum_that_is_not_linear_is_refused_over_stages_too():
+    def normalised(grad, leaf):
+        return grad / leaf.psum(grad.square().sum(), *leaf.spec.sharded).sqrt()
+
+    program = fp.compose(fp.on_local_gradients(normalised, "embed.*"), TIE, fp.shard_tp(), fp.stage_pp())(small_gpt())
+    with pytest.raises(MissingCollective, match=r"partial sum over pp\. It is not linear"):
+        program.plan(fp.Mesh(pp=2, tp=2))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fp.on_local_gradients(3), "on_local_gradients(3): it takes a function (grad, leaf) -> grad."),
+        (lambda: fp.on_updates(scaled, 3), "on_updates(..., 3): leaves are named by patterns"),
+        (
+            lambda: fp.on_updates(scaled, "mpl.*"),
+            "on_updates(scaled): no trainable leaf matches 'mpl.*'. Leaves: table, mlp.up",
+        ),
+    ],
+)
+def test_a_map_that_names_no_function_or_no_leaf_is_refused(make, message):
+    with pytest.raises(CompositionError, match=re.escape(message)):
+        fp.compose(make())(odd())
+
+
+def test_two_maps_of_one_name_are_refused_and_a_name_tells_them_apart():
+    with pytest.raises(CompositionError, match=r"two maps of this program are called 'on_updates\(scaled\)'. Name one"):
+        fp.compose(fp.on_updates(scaled), fp.on_updates(scaled))(odd())
+    fp.compose(fp.on_updates(scaled), fp.on_updates(scaled, name="again"))(odd())
+
+
+def test_the_names_of_tied_leaves_are_told_when_a_pattern_misses():
+    with pytest.raises(
+        CompositionError, match=re.escape("no trainable leaf matches 'head.*'") + ".*Tied names: head.weight"
+    ):
+        fp.compose(fp.on_updates(scaled, "head.*"), TIE)(small_gpt())
+
+
+def test_frozen_leaves_are_left_alone():
+    program = fp.compose(fp.on_updates(lambda update, leaf: update + 1.0))(odd(trainable_scale=False))
+    batch = oracle.token_batch(11, 6, 5)
+    before = tree.flatten(odd().init(0, torch.float64))
+    after = oracle.train_on(program, fp.Mesh(), [batch]).run.weights
+    assert torch.equal(after["scale"], before["scale"])
+    assert not torch.equal(after["temperature"], before["temperature"])
+
+
+def test_an_approximation_has_the_kind_of_what_it_stands_for():
+    def signs(grad, leaf):
+        return leaf.approximate(grad, lambda x: x.sign() * x.abs().mean())
+
+    program = fp.compose(fp.on_local_gradients(signs), fp.dp_reduce())(odd())
+    spec = program.plan(fp.Mesh(dp=2)).specs["mlp.up"]
+    assert spec.pending == ("ep", "dp")
+    batch = oracle.token_batch(11, 6, 5)
+    found = oracle.train_on(program, fp.Mesh(dp=2), [batch], fp.optim.sgd(lr=1.0)).run.weights
+    weights = tree.flatten(odd().init(0, torch.float64))
+    count = odd().count_terms(batch)
+    update = torch.zeros_like(weights["mlp.up"])
+    for half in range(2):
+        rows = {name: x[3 * half : 3 * half + 3] for name, x in batch.items()}
+        _, grads = oracle.gradients(odd(), weights, rows)
+        grad = grads["mlp.up"] * odd().count_terms(rows) / count
+        update += grad.sign() * grad.abs().mean()
+    oracle.close(found["mlp.up"], weights["mlp.up"] - update)
