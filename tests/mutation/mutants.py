@@ -1,0 +1,413 @@
+"""Ways to break the library that have happened to others, or could: each one edit of one line or two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+COLLECTIVES = ("tests/comm/test_collectives.py", "tests/trace/test_rules.py")
+LAYERS = ("tests/nn", "tests/properties", "tests/models")
+TRACE = ("tests/trace",)
+STEPS = ("tests/properties", "tests/test_step.py", "tests/test_layouts.py")
+PIPELINE = ("tests/properties", "tests/pipeline", "tests/test_step.py")
+SHARDS = ("tests/properties", "tests/test_shards.py", "tests/test_restore.py")
+MAPS = ("tests/maps", "tests/transforms/test_own.py")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One mistake.
+
+    Attributes:
+        name: what is wrong, in a few words.
+        file: within the package.
+        old, new: the text that is replaced; ``old`` occurs once.
+        tests: where the suite is expected to notice.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    # Collectives and their duals
+    Mutant(
+        "psum's transpose is psum (gradients tp times too large)",
+        "comm/collectives.py",
+        "return _Vary(self.group)",
+        "return _Sum(self.group)",
+        COLLECTIVES,
+    ),
+    Mutant(
+        "pvary's transpose is the identity (nobody sums the cotangent)",
+        "comm/collectives.py",
+        "    def dual(self) -> _Map:\n        return _Sum(self.group)",
+        "    def dual(self) -> _Map:\n        return self",
+        COLLECTIVES,
+    ),
+    Mutant(
+        "all_gather: transposes of its two types swapped",
+        "comm/collectives.py",
+        "_Slice(self.group, self.dim) if self.replicated else _ReduceScatter(self.group, self.dim)",
+        "_ReduceScatter(self.group, self.dim) if self.replicated else _Slice(self.group, self.dim)",
+        COLLECTIVES,
+    ),
+    Mutant(
+        "reduce_scatter's transpose gathers along another dim",
+        "comm/collectives.py",
+        "        return _Gather(self.group, self.dim, replicated=False)",
+        "        return _Gather(self.group, 0, replicated=False)",
+        COLLECTIVES,
+    ),
+    Mutant(
+        "ppermute's transpose is not the inverse permutation",
+        "comm/collectives.py",
+        "tuple(self.to.index(i) for i in range(len(self.to)))",
+        "self.to",
+        COLLECTIVES,
+    ),
+    Mutant(
+        "all_to_all's transpose keeps its dims",
+        "comm/collectives.py",
+        "_AllToAll(self.group, self.concat, self.split)",
+        "_AllToAll(self.group, self.split, self.concat)",
+        COLLECTIVES,
+    ),
+    Mutant(
+        "take's transpose places the window at zero",
+        "comm/collectives.py",
+        "out.narrow(self.dim, self.start, self.length).copy_(x)",
+        "out.narrow(self.dim, 0, self.length).copy_(x)",
+        COLLECTIVES,
+    ),
+    Mutant(
+        "all_gather in another order than the ranks",
+        "comm/local.py",
+        "return torch.cat(list(inputs), op.dim)",
+        "return torch.cat(list(inputs)[::-1], op.dim)",
+        COLLECTIVES,
+    ),
+    Mutant(
+        "reduce_scatter averages",
+        "comm/local.py",
+        "return combine(AllReduce(), [_chunk(x, op.dim, index, len(inputs)) for x in inputs])",
+        "return combine(AllReduce(), [_chunk(x, op.dim, index, len(inputs)) for x in inputs]) / len(inputs)",
+        COLLECTIVES,
+    ),
+    # Layers
+    Mutant(
+        "row bias added on every rank before the sum",
+        "nn/linear.py",
+        "    y = to_stream(F.linear(x, weight), par, seq_dim)\n    return y if bias is None else y + bias",
+        "    return to_stream(F.linear(x, weight, bias), par, seq_dim)",
+        LAYERS,
+    ),
+    Mutant(
+        "row linear: the sum's pullback sums once more in ALL_REDUCE",
+        "nn/stream.py",
+        "        if ctx.seq_dim is None:\n            return cotangent, None, None\n",
+        "        if ctx.seq_dim is None:\n            return ctx.group.start(AllReduce(), cotangent).wait(), None, None\n",
+        LAYERS,
+    ),
+    Mutant(
+        "row linear: the pullback gathers along the batch",
+        "nn/stream.py",
+        "        return ctx.group.start(AllGather(ctx.seq_dim), cotangent).wait(), None, None",
+        "        return ctx.group.start(AllGather(0), cotangent).wait(), None, None",
+        LAYERS,
+    ),
+    Mutant(
+        "async column linear: the input gradient of the first of several weights alone",
+        "nn/linear.py",
+        "handle = start_reduction(_input_gradient(rows, weights, whole, extra), layout.group, layout.seq_dim)",
+        "handle = start_reduction(_input_gradient(rows[:1], weights[:1], whole, extra), layout.group, layout.seq_dim)",
+        LAYERS,
+    ),
+    Mutant(
+        "async column linear: the input gradient is not summed over tp",
+        "nn/stream.py",
+        "    return group.start(op, partial, donate=True)",
+        "    return Done(partial) if seq_dim is None else group.start(op, partial, donate=True)",
+        LAYERS,
+    ),
+    Mutant(
+        "embedding: every rank looks ids up from zero",
+        "nn/embedding.py",
+        '    local = ids - par.axis_index("tp") * weight.shape[0]',
+        "    local = ids",
+        LAYERS,
+    ),
+    Mutant(
+        "embedding: the first id of each shard is taken for another rank's",
+        "nn/embedding.py",
+        "    mine = (local >= 0) & (local < weight.shape[0])",
+        "    mine = (local > 0) & (local < weight.shape[0])",
+        LAYERS,
+    ),
+    Mutant(
+        "cross-entropy: the padding of an uneven vocabulary is not masked",
+        "nn/cross_entropy.py",
+        "return min(max(self.vocab - self.group.index * columns, 0), columns)",
+        "return columns",
+        LAYERS,
+    ),
+    Mutant(
+        "cross-entropy: the maximum is not shared by the ranks",
+        "nn/cross_entropy.py",
+        'top = split.group.start(AllReduce("max"), peak).wait()',
+        "top = peak",
+        LAYERS,
+    ),
+    Mutant(
+        "cross-entropy: ignored labels have a gradient",
+        "nn/cross_entropy.py",
+        "scale = factor.div_(total).masked_fill_(labels == split.ignore_index, 0.0)",
+        "scale = factor.div_(total)",
+        LAYERS,
+    ),
+    Mutant(
+        "positions start at zero in every window of the sequence",
+        "nn/stream.py",
+        'tuple(length * i for i in range(par.size("tp")))',
+        '(0,) * par.size("tp")',
+        LAYERS,
+    ),
+    Mutant(
+        "grouped heads: every rank reads the first key/value head",
+        "nn/attention.py",
+        "tuple(r * local // group for r in ranks)",
+        "tuple(0 for r in ranks)",
+        LAYERS,
+    ),
+    Mutant(
+        "rms_norm: the gradient of the weight forgets the scale",
+        "nn/norm.py",
+        "grad_weight = scale @ product",
+        "grad_weight = product.sum(0)",
+        LAYERS,
+    ),
+    Mutant(
+        "rotary: the pullback turns forward",
+        "nn/rotary.py",
+        "return turn(cotangent, cos, -sin), None, None",
+        "return turn(cotangent, cos, sin), None, None",
+        LAYERS,
+    ),
+    Mutant(
+        "dropout: the same mask in every window of the sequence",
+        "nn/dropout.py",
+        'places[seq_dim] = places[seq_dim] + par.axis_index("tp") * shape[seq_dim]',
+        "pass",
+        ("tests/nn/test_dropout.py", "tests/test_dropout_layouts.py"),
+    ),
+    # The trace: debts and refusals
+    Mutant(
+        "trace: a leaf that meets split data owes nothing (norms in REDUCE_SCATTER)",
+        "trace/follow.py",
+        "return frozenset(Source(s.path, s.owed | missing) for s in v.sources)",
+        "return v.sources",
+        TRACE,
+    ),
+    Mutant(
+        "trace: a missing pvary is accepted",
+        "trace/follow.py",
+        "if missing and (not v.sources or missing & v.closed):",
+        "if False:",
+        TRACE,
+    ),
+    Mutant(
+        "trace: a sum of what is the same on every rank is accepted",
+        "trace/rules.py",
+        "if same := order(self.active - value.axes):",
+        "if same := order(frozenset()):",
+        TRACE,
+    ),
+    Mutant(
+        "trace: a loss that differs along tp is accepted",
+        "trace/outputs.py",
+        "if extra := order(value.axes - data):",
+        "if extra := order(value.axes - value.axes):",
+        TRACE,
+    ),
+    Mutant(
+        "trace: uses of a leaf that owe different sums are not compared",
+        "trace/infer.py",
+        "        if use.source.owed != most.source.owed:",
+        "        if False:",
+        TRACE,
+    ),
+    # Reduction, ties, norm
+    Mutant(
+        "gradients averaged over the ranks instead of summed",
+        "reduce.py",
+        "                self.flat[i] = next(summed)",
+        "                self.flat[i] = next(summed) / len(bucket.ranks)",
+        STEPS,
+    ),
+    Mutant(
+        "a leaf tied over stages is not summed over its owners",
+        "plan.py",
+        '                owed["pp"] = _tie_debt(spec.stages)',
+        "                pass",
+        STEPS,
+    ),
+    Mutant(
+        "a tied leaf is counted once a stage in the norm",
+        "spec.py",
+        "return coords.pp == self.stages[0] and all(",
+        "return all(",
+        STEPS,
+    ),
+    Mutant(
+        "a leaf that is whole on every tp rank is counted tp times in the norm",
+        "spec.py",
+        'if axis != "pp" and axis not in self.axes)',
+        'if axis not in ("pp", "tp") and axis not in self.axes)',
+        STEPS,
+    ),
+    Mutant(
+        "the gradients of later microbatches replace those of earlier ones",
+        "reduce.py",
+        "                self.leaves[path].add_(grad)",
+        "                self.leaves[path].copy_(grad)",
+        STEPS,
+    ),
+    Mutant(
+        "gradients of the step before are kept in reused buffers",
+        "reduce.py",
+        "        self._unwritten = set(self.leaves)\n",
+        '        self._unwritten = set() if hasattr(self, "_unwritten") else set(self.leaves)\n',
+        STEPS,
+    ),
+    Mutant(
+        "gradients in the padding of an uneven shard are kept",
+        "shards.py",
+        "            part.narrow(dim, size - beyond, beyond).zero_()",
+        "            pass",
+        (*STEPS, "tests/test_reduce.py"),
+    ),
+    Mutant(
+        "the clip scales small gradients up",
+        "metrics.py",
+        "min(1.0, clip / (norm + 1e-6))",
+        "clip / (norm + 1e-6)",
+        (*STEPS, "tests/test_metrics.py"),
+    ),
+    Mutant(
+        "each replica averages over its own terms",
+        "step.py",
+        "return int(group.start(AllReduce(), total, donate=True).wait())",
+        "return int(total) * self.plan.replicas",
+        STEPS,
+    ),
+    Mutant(
+        "microbatches are averaged with equal weight",
+        "step.py",
+        "sum(self.plan.model.count_terms(share.microbatch(i)) for i in range(self.plan.microbatches))",
+        "self.plan.model.count_terms(share.microbatch(0)) * self.plan.microbatches",
+        STEPS,
+    ),
+    # Pipeline
+    Mutant(
+        "1F1B warms up one microbatch too few",
+        "pipeline/schedules.py",
+        "_one_f_one_b(s, min(microbatches, stages - s - 1), microbatches)",
+        "_one_f_one_b(s, min(microbatches, max(0, stages - s - 2)), microbatches)",
+        PIPELINE,
+    ),
+    Mutant(
+        "backwards of AFAB in the order of a stack",
+        "pipeline/schedules.py",
+        '*(Action("B", s, i) for i in range(microbatches)))',
+        '*(Action("B", s, i) for i in reversed(range(microbatches))))',
+        PIPELINE,
+    ),
+    Mutant(
+        "the pullbacks of the wrong microbatch",
+        "pipeline/execute.py",
+        "pulls = self.pulls.pop(microbatch)",
+        "pulls = self.pulls.pop(max(self.pulls))",
+        PIPELINE,
+    ),
+    Mutant(
+        "the last layer is left out of an uneven split",
+        "plan.py",
+        "return tuple(layer for layer in self.model.all_layers if self.stage_of[layer.name] == stage)",
+        "return tuple(layer for layer in self.model.all_layers[:-1] if self.stage_of[layer.name] == stage)",
+        ("tests/test_plan.py", "tests/pipeline", *STEPS),
+    ),
+    Mutant(
+        "every replica reads the first rows of the batch",
+        "batch.py",
+        "start, stop = index * share, (index + 1) * share",
+        "start, stop = 0, share",
+        STEPS,
+    ),
+    # State
+    Mutant(
+        "a shard begins where an even one would",
+        "spec.py",
+        "return tuple(getattr(coords, axis) * size if axis else 0 for size",
+        "return tuple(getattr(coords, axis) * (size - size % 2) if axis else 0 for size",
+        SHARDS,
+    ),
+    Mutant(
+        "a leaf is drawn from the rank's own place instead of the global one",
+        "init.py",
+        "        index += (local + dims[0][1]) * stride",
+        "        index += local * stride",
+        ("tests/test_init.py", *STEPS),
+    ),
+    Mutant(
+        "the optimizer starts afresh after a change of layout",
+        "restore.py",
+        "    if opt is None:",
+        "    if True:",
+        ("tests/test_restore.py", "tests/testing"),
+    ),
+    Mutant(
+        "the step number is lost after a change of layout",
+        "restore.py",
+        "    return State(step, seed, leaves, slots)",
+        "    return State(0, seed, leaves, slots)",
+        ("tests/test_restore.py", "tests/testing"),
+    ),
+    Mutant(
+        "a whole leaf is the sum of its replicas",
+        "shards.py",
+        "    whole = torch.zeros(spec.shape, dtype=dtype, device=world.device)\n    if part is not None and spec.counted_by(",
+        "    whole = torch.zeros(spec.shape, dtype=dtype, device=world.device)\n    if part is not None or spec.counted_by(",
+        SHARDS,
+    ),
+    Mutant(
+        "AdamW corrects its bias with the number of the step before",
+        "optim/adamw.py",
+        "count=step + 1",
+        "count=max(step, 1)",
+        ("tests/optim", *STEPS),
+    ),
+    # Users' own maps
+    Mutant(
+        "maps: what a map has summed is summed again",
+        "spec.py",
+        "tuple(debt.axis for debt in self.owes if not debt.payer)",
+        "tuple(debt.axis for debt in self.owes)",
+        MAPS,
+    ),
+    Mutant(
+        "maps: a clip of a partial sum is accepted",
+        "maps/types.py",
+        "    if owed := frozenset().union(*(kind.partial for kind in kinds)):",
+        "    if owed := frozenset():",
+        MAPS,
+    ),
+    Mutant(
+        "maps: a sum over a cut dim is taken for the whole sum",
+        "maps/rules.py",
+        '        elif name == "sum":\n            partial.add(axis)',
+        '        elif name == "sum":\n            pass',
+        MAPS,
+    ),
+)
