@@ -1,6 +1,7 @@
 """functional_par: data, tensor and pipeline parallelism as composable functional transforms on torch."""
 
 from functional_par import data, init, models, nn, optim, testing
+from functional_par.audit import audit
 from functional_par.comm.base import World
 from functional_par.config import Config
 from functional_par.errors import (
@@ -77,6 +78,7 @@ __all__ = [
     "TraceError",
     "Transform",
     "World",
+    "audit",
     "compose",
     "data",
     "dp_reduce",

@@ -29,10 +29,14 @@ LOSS = "loss"
 class Input:
     """Shape and dtype of one field of a batch; a floating-point field becomes the dtype of the step. ``None`` in dim 0 is
     the number of rows in a microbatch; ``None`` elsewhere is a size that the model does not fix, such as a sequence length.
+
+    ``high``: one more than the largest integer that the field may hold (a label of -100 is ignored all the same), such as the
+    size of the vocabulary; for checks that make up a batch. None leaves it open.
     """
 
     shape: tuple[int | None, ...]
     dtype: torch.dtype = torch.int64
+    high: int | None = None
 
 
 class Read(NamedTuple):

@@ -36,6 +36,7 @@ PUBLIC = [
     "TraceError",
     "Transform",
     "World",
+    "audit",
     "compose",
     "data",
     "dp_reduce",

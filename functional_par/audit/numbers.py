@@ -1,0 +1,152 @@
+"""Which kind of wrong two values are: a factor, another order, the first chunk everywhere, one term too many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from functional_par.audit.layout import Grid, Layout, candidates, close, distance, join
+from functional_par.plan import Plan
+
+LINEAR_ENOUGH = 1e-7
+"""Relative error up to which one factor explains a difference."""
+
+
+def ratio(value: Tensor, truth: Tensor) -> float | None:
+    """By which factor ``value`` is ``truth``, where one factor explains it; None where none does."""
+    if value.shape != truth.shape or not truth.is_floating_point() or not truth.numel():
+        return None
+    square = (truth * truth).sum().item()
+    if not square:
+        return None
+    factor = float((value * truth).sum().item() / square)
+    scale = truth.abs().max().item() * max(1.0, abs(factor))
+    return factor if distance(value, factor * truth) <= LINEAR_ENOUGH * scale else None
+
+
+def factor_of(whole: Tensor, grid: Grid) -> float | None:
+    """The factor, other than one, by which the grid is the whole value in some layout; the one nearest to one of a layout in
+    which the ranks agree, or have chunks, before one of a sum."""
+    for summed in (False, True):
+        for layout in candidates(whole.shape, grid):
+            if ("sum" in (layout.rows, layout.tp)) != summed or "max" in (layout.rows, layout.tp):
+                continue
+            joined = join(grid, layout, whole.shape)
+            factor = None if joined is None else ratio(joined, whole)
+            if factor is not None:
+                return factor
+    return None
+
+
+def joins(whole: Tensor, grid: Grid, **fixed: str) -> Iterator[tuple[Layout, Tensor]]:
+    """Every way to put the grid together that fits the shape, with given lies along some axis."""
+    for layout in candidates(whole.shape, grid):
+        if all(getattr(layout, axis) == lie for axis, lie in fixed.items()):
+            joined = join(grid, layout, whole.shape)
+            if joined is not None:
+                yield layout, joined
+
+
+def extra_term(whole: Tensor, grid: Grid, axis: str, terms: Mapping[str, Tensor]) -> str | None:
+    """The name of the value that is in the sum over an axis once a rank rather than once; None if none is."""
+    n = len(grid) if axis == "rows" else len(grid[0])
+    if n == 1 or not whole.is_floating_point():
+        return None
+    for _, joined in joins(whole, grid, **{axis: "sum"}):
+        for name, term in terms.items():
+            for sign in (1, -1):
+                if _is_multiple(joined - whole, term, sign * (n - 1)):
+                    return name
+    return None
+
+
+def lost_part(whole: Tensor, grid: Grid, axis: str, terms: Mapping[str, Tensor]) -> str | None:
+    """The name of the value of which only the part 1/n is in the result, the same on every rank."""
+    n = len(grid) if axis == "rows" else len(grid[0])
+    if n == 1 or not whole.is_floating_point():
+        return None
+    for _, joined in joins(whole, grid, **{axis: "same"}):
+        for name, term in terms.items():
+            for sign in (1, -1):
+                if _is_multiple(joined - whole, term, sign * (1 / n - 1)):
+                    return name
+    return None
+
+
+def first_chunk(whole: Tensor, grid: Grid) -> str:
+    """The axis along which every rank has the chunk of the first; empty if there is none."""
+    parts = [part for parts in grid for part in parts]
+    shape = parts[0].shape
+    if len(shape) != whole.ndim or any(part.shape != shape for part in parts):
+        return ""
+    n_rows, n_tp = len(grid), len(grid[0])
+    dims = range(whole.ndim)
+    for rows, tp in product([None, *dims], dims):
+        if n_tp > 1 and _fits(whole, shape, rows, tp, n_rows, n_tp):
+            pieces = [whole] * n_rows if rows is None else list(whole.chunk(n_rows, rows))
+            firsts = [piece.narrow(tp, 0, shape[tp]) for piece in pieces]
+            if all(close(part, firsts[p]) for p, parts in enumerate(grid) for part in parts):
+                return "tp"
+    for rows in dims:
+        same = all(shape[d] == whole.shape[d] for d in dims if d != rows)
+        if same and n_rows > 1 and shape[rows] * n_rows == whole.shape[rows]:
+            first = whole.narrow(rows, 0, shape[rows])
+            if all(close(part, first) for part in parts):
+                return "rows"
+    return ""
+
+
+def another_order(whole: Tensor, grid: Grid) -> bool:
+    """Whether the ranks hold the right numbers in another order."""
+    sort = whole.flatten().sort().values if not whole.is_complex() and whole.numel() > 1 else None
+    found: Iterable[tuple[Layout, Tensor]] = () if sort is None else joins(whole, grid)
+    return any(
+        "sum" not in (layout.rows, layout.tp)
+        and "max" not in (layout.rows, layout.tp)
+        and not close(joined, whole)
+        and close(joined.flatten().sort().values, sort)  # type: ignore[arg-type]
+        for layout, joined in found
+    )
+
+
+def largest_difference(whole: Tensor, grid: Grid, same: bool = False) -> float:
+    """The smallest, over all layouts, of the largest difference of an entry; infinite where no layout fits. ``same``: each rank
+    of tp by itself has to be the whole value."""
+    if not same:
+        return min((distance(joined, whole) for _, joined in joins(whole, grid)), default=float("inf"))
+    alone = [[[parts[t]] for parts in grid] for t in range(len(grid[0]))]
+    return max(largest_difference(whole, each) for each in alone)
+
+
+def named_factor(factor: float, plan: Plan) -> str:
+    """The factor with what it may come from: ``"tp=2 times"``."""
+    mesh, m = plan.mesh, plan.microbatches
+    sizes = {f"{axis}={n}": n for axis, n in mesh.sizes.items() if n > 1 and axis != "pp"}
+    sizes |= {f"{m} microbatches": m} if m > 1 else {}
+    if plan.replicas > 1 and m > 1:
+        sizes[f"{plan.replicas} replicas * {m} microbatches"] = plan.replicas * m
+    if mesh.tp > 1 and plan.replicas > 1:
+        sizes[f"tp={mesh.tp} * {plan.replicas} replicas"] = mesh.tp * plan.replicas
+    up = [name for name, n in sizes.items() if abs(factor - n) < 1e-6]
+    down = [name for name, n in sizes.items() if abs(factor - 1 / n) < 1e-6]
+    if up:
+        return f"{factor:.4g} times ({' or '.join(up)})"
+    return f"{factor:.4g} times (1 / {' or 1 / '.join(down)})" if down else f"{factor:.4g} times"
+
+
+def _is_multiple(error: Tensor, term: Tensor, factor: float) -> bool:
+    if not term.is_floating_point() or not term.any():
+        return False
+    try:
+        wide = torch.broadcast_to(term, error.shape)
+    except RuntimeError:
+        return False
+    return distance(error, factor * wide) <= LINEAR_ENOUGH * abs(factor) * term.abs().max().item()
+
+
+def _fits(whole: Tensor, shape: Sequence[int], rows: int | None, tp: int, n_rows: int, n_tp: int) -> bool:
+    sizes = [size * (n_rows if d == rows else 1) * (n_tp if d == tp else 1) for d, size in enumerate(shape)]
+    return sizes == list(whole.shape)
