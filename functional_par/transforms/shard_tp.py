@@ -6,6 +6,7 @@ At run time the collectives are in the layers (``fp.nn``), which ask ``par`` for
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -26,10 +27,24 @@ class ShardTP(Transform):
     mode: TensorParallelMode
     async_comm: bool
     dims: tuple[tuple[str, Uneven], ...]
+    chosen: bool = False
 
     def __call__(self, plan: Plan) -> Plan:
+        self._check_names(plan)
         specs = {path: self._shard(spec, plan.mesh.tp) for path, spec in plan.specs.items()}
         return replace(plan, specs=specs, mode=self.mode, async_comm=self.async_comm).use("tp")
+
+    def _check_names(self, plan: Plan) -> None:
+        """A dim that the user names exists: of a misspelt one nothing would be cut."""
+        known = dict.fromkeys(name for leaf in plan.source.leaves.values() for name in leaf.names)
+        for name, rule in self.dims if self.chosen else ():
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                raise CompositionError(
+                    f"shard_tp(dims={{{name!r}: {rule!r}}}): no leaf has a dim {name!r}."
+                    + (f" Did you mean {near[0]!r}?" if near else "")
+                    + f" Dims of this model: {', '.join(known)}."
+                )
 
     def _shard(self, spec: Spec, tp: int) -> Spec:
         rules = dict(self.dims)
@@ -67,8 +82,8 @@ def shard_tp(
             ``"replicate"``. By default ``vocab`` is padded, ``heads`` and ``ffn`` must divide, and ``kv_heads`` stay whole.
 
     Raises:
-        CompositionError: an unknown mode or rule, an option that is not a boolean, two such dims in one leaf, or a size that
-            tp does not divide.
+        CompositionError: an unknown mode or rule, an option that is not a boolean, a dim in ``dims`` that no leaf has, two
+            such dims in one leaf, or a size that tp does not divide.
     """
     rules = {"vocab": "pad", "heads": "error", "kv_heads": "replicate", "ffn": "error"} if dims is None else dict(dims)
     for name, rule in rules.items():
@@ -76,4 +91,5 @@ def shard_tp(
             raise CompositionError(f"shard_tp(dims={{{name!r}: {rule!r}}}): the rule is 'error', 'pad' or 'replicate'.")
     if not isinstance(async_comm, bool):
         raise CompositionError(f"shard_tp(async_comm={async_comm!r}): it is True or False.")
-    return ShardTP(TensorParallelMode.parse(mode), async_comm, tuple(sorted(rules.items())))  # type: ignore[arg-type]
+    rule_set: tuple[tuple[str, Uneven], ...] = tuple(sorted(rules.items()))  # type: ignore[arg-type]
+    return ShardTP(TensorParallelMode.parse(mode), async_comm, rule_set, chosen=dims is not None)

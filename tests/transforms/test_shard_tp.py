@@ -130,3 +130,14 @@ def test_key_value_heads_that_stay_whole_owe_tp_in_both_modes(mode):
         assert str(plan.specs[f"blocks.1.attn.{name}.weight"]) == "kv_heads head embed"
         assert f"blocks.1.attn.{name}.weight" in owing(plan, "tp")
     assert not any("tp" in plan.specs[path].axes for path in owing(plan, "tp"))
+
+
+def test_a_dim_that_no_leaf_has_is_refused_with_the_nearest_name():
+    with pytest.raises(
+        CompositionError, match=re.escape("no leaf has a dim 'fnn'. Did you mean 'ffn'? Dims of this model: ")
+    ):
+        fp.compose(fp.shard_tp(dims={"vocab": "pad", "fnn": "error"}))(small_gpt())
+    with pytest.raises(
+        CompositionError, match=re.escape("no leaf has a dim 'experts'. Dims of this model: vocab, embed,")
+    ):
+        fp.compose(fp.shard_tp(dims={"experts": "error"}))(small_gpt())
