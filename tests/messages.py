@@ -160,7 +160,7 @@ def _called(node: ast.Call, scope: Scope) -> Iterable[tuple[ast.AST, Scope]]:
     name = _name(node.func)
     if isinstance(node.func, ast.Attribute) and name in (*METHODS, "join"):
         return [(part, scope) for part in (node.func.value, *(node.args if name == "join" else ()))]
-    named = [at for at in scope.package.functions if at.node.name == name and _name(at.node.returns) == "str"]
+    named = [at for at in scope.package.functions if at.node.name == name and _is_text(at.node.returns)]
     own_file = [at for at in named if at.file == scope.file]
     return [
         (returned.value, replace(at, followed=scope.followed | {name}))
@@ -207,7 +207,14 @@ def _is_error(node: ast.AST | None) -> bool:
     return isinstance(found, type) and issubclass(found, BaseException) and found is not BaseException
 
 
+def _is_text(annotation: ast.AST | None) -> bool:
+    """``str``, or ``str | None``."""
+    return _name(annotation.left if isinstance(annotation, ast.BinOp) else annotation) == "str"
+
+
 def _prints(call: ast.Call) -> bool:
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "write":
+        return _name(call.func.value) == "stderr"
     return _name(call.func) == "print" and any(k.arg == "file" and _name(k.value) == "stderr" for k in call.keywords)
 
 

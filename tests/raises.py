@@ -8,6 +8,7 @@ list of any run.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -162,8 +163,9 @@ def _is_whole(config: pytest.Config) -> bool:
 def missed(sites: Iterable[Site], notes: Iterable[Note]) -> tuple[str, ...]:
     """What is wrong: messages that no test matches, or that no pattern tells from others."""
     sites, notes = tuple(sites), tuple(notes)
-    touched = {note: frozenset(_touched(note, sites)) for note in notes}
-    present = {note: touched[note] | {site for site in sites if _told(site, note)} for note in notes}
+    told = {note: frozenset(_told(note, sites)) for note in notes}
+    touched = {note: frozenset(_touched(note, sites, told[note])) for note in notes}
+    present = {note: told[note] | touched[note] for note in notes}
     searches = {pattern: re.compile(pattern) for pattern in {note.pattern for note in notes}}
     fitting = {p: [note for note in notes if search.search(note.message)] for p, search in searches.items()}
     found = []
@@ -180,20 +182,21 @@ def _is(site: Site, file: str, words: str) -> bool:
     return site.file == file and words in " ".join(site.parts)
 
 
-def _touched(note: Note, sites: Iterable[Site]) -> Iterator[Site]:
-    """The sites of a message that was matched: where it was made, and the texts on which the pattern lies."""
+def _told(note: Note, sites: Iterable[Site]) -> Iterator[Site]:
+    """The texts whose words a message has; the places too, if it is not known where their words were put together."""
+    placed = [site for calls in note.made for site in _placed(calls, sites)]
+    least = {"text": 4, "place": 12 if not note.made or any(not site.letters for site in placed) else math.inf}
+    return (site for site in sites if site.letters >= least[site.kind] and site.pattern.search(note.message))
+
+
+def _touched(note: Note, sites: Iterable[Site], told: Iterable[Site]) -> Iterator[Site]:
+    """The sites of a message that was matched: where it was made, and those on whose words the pattern lies."""
     spans = [match.span() for match in re.finditer(note.pattern, note.message)]
-    for site in sites:
-        if _told(site, note) and _overlap(spans, (match.span() for match in site.pattern.finditer(note.message))):
+    for site in told:
+        if _overlap(spans, (match.span() for match in site.pattern.finditer(note.message))):
             yield site
     for calls in note.made:
         yield from _placed(calls, sites)
-
-
-def _told(site: Site, note: Note) -> bool:
-    """A text, or any site if it is not known where the message was made, whose words the message has."""
-    by_words = site.kind == "text" or not note.made
-    return by_words and site.letters >= 4 and site.pattern.search(note.message) is not None
 
 
 def _overlap(spans: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> bool:

@@ -22,6 +22,7 @@ from functional_par.errors import TraceError
 
 from . import refused
 from .oracle import close, token_batch
+from .raises import matched
 from .toys import odd, small_gpt, small_llama
 
 FOUR = {
@@ -210,7 +211,7 @@ def test_a_wrong_layer_is_refused_at_compose_with_its_name_its_line_and_the_fix(
         refused.program(fn)
     line, code = refused.line_of(fn)
     for part in ("layer 'mlp'", line, code, fix):
-        assert part in str(caught.value)
+        matched(caught.value, part)
     assert issubclass(error, TraceError if error is not ModelError else ValueError)
 
 
@@ -225,7 +226,7 @@ def test_a_slice_that_does_not_divide_is_refused_by_plan_with_the_line():
         code,
         "par.slice cuts dim 1 of [1, 9, 4] in tp=4 chunks, but 9 is not a multiple of 4",
     ):
-        assert part in str(caught.value)
+        matched(caught.value, part)
 
 
 def test_an_unknown_axis_in_a_layer_is_refused():
@@ -280,8 +281,8 @@ def test_a_field_that_the_batch_does_not_describe_is_refused_with_the_fix():
     message = "describe others with fp.Model(..., batch={name: fp.Input(shape, dtype)})"
     with pytest.raises(ModelError, match=re.escape(message)) as caught:
         fp.compose()(fp.Model(refused.PARAMS, layers, refused.loss))
-    assert "layer 'embed' failed while it was traced" in str(caught.value)
-    assert "test_program.py:" in str(caught.value)
+    matched(caught.value, "layer 'embed' failed while it was traced")
+    matched(caught.value, "test_program.py:")
 
 
 def test_a_layer_that_raises_is_told_with_its_line():
@@ -290,7 +291,7 @@ def test_a_layer_that_raises_is_told_with_its_line():
 
     with pytest.raises(ModelError, match="layer 'mlp' failed while it was traced, at ") as caught:
         refused.program(raises)
-    assert "return refused.right(p, x.view(3, 5), par)" in str(caught.value)
+    matched(caught.value, "return refused.right(p, x.view(3, 5), par)")
 
 
 def test_a_weight_read_whole_and_by_split_computation_is_refused_with_both_lines():
@@ -321,5 +322,5 @@ def test_a_weight_read_whole_and_by_split_computation_is_refused_with_both_lines
     ) as caught:
         program(split)
     for part in ("layer 'whole'", "layer 'split'", "return x * p", "par.pvary(w, 'tp')"):
-        assert part in str(caught.value)
+        matched(caught.value, part)
     assert program(right).plan(Mesh(tp=2)).specs["w"].owes == ()

@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from functional_par.comm.base import AllGather, AllReduce, AllToAll, Op, Permute, ReduceScatter
+from functional_par.comm.base import AllGather, AllReduce, AllToAll, Op, ReduceScatter
 
 CHUNK = 1 << 17
 """Elements that one rank reduces at a time: small enough to stay in its cache, large enough to be worth the call."""
@@ -33,9 +33,7 @@ def outcome(op: Op, inputs: Sequence[Tensor], index: int) -> Tensor:
         return combine(AllReduce(), [_chunk(x, op.dim, index, len(inputs)) for x in inputs])
     if isinstance(op, AllToAll):
         return torch.cat([_chunk(x, op.split, index, len(inputs)) for x in inputs], op.concat)
-    if isinstance(op, Permute):
-        return inputs[op.to.index(index)].clone()
-    raise TypeError(f"unknown operation {op!r}")
+    return inputs[op.to.index(index)].clone()
 
 
 def combine(op: AllReduce, inputs: Sequence[Tensor]) -> Tensor:

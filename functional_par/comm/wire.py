@@ -59,9 +59,7 @@ def start(wire: Wire, op: Op, x: Tensor, donate: bool, tag: int) -> Started:
     if isinstance(op, AllToAll):
         work, out = _exchange(wire, _cut(x, op.split, len(wire.ranks)))
         return [work], lambda: _join(out, op.concat)
-    if isinstance(op, Permute):
-        return _permute(wire, op, x.contiguous(), tag)
-    raise TypeError(f"unknown operation {op!r}")
+    return _permute(wire, op, x.contiguous(), tag)
 
 
 def _all_reduce(wire: Wire, op: AllReduce, x: Tensor, donate: bool) -> Started:

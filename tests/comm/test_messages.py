@@ -1,0 +1,35 @@
+"""What the ranks say when a connection fails or is missing; with stand-ins for what needs GPUs or a dead peer."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from functional_par.comm.base import AllReduce
+from functional_par.comm.process import ProcessWorld, _Call, _Running
+from functional_par.errors import CommError
+
+
+class Broken:
+    """A work of torch.distributed whose peer is gone."""
+
+    def wait(self):
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_collective_that_does_not_complete_names_the_rank_the_call_and_the_cause():
+    world = SimpleNamespace(rank=3, waits=None)
+    call = _Call(AllReduce(), "dp+tp", torch.zeros(2, 5), "2,3", 0, (2, 3))
+    running = _Running(world, [Broken()], lambda: torch.zeros(2, 5), call)
+    message = "rank 3: all_reduce over dp+tp of float32[2, 5] did not complete: Connection closed by peer"
+    with pytest.raises(CommError, match=re.escape(message)):
+        running.wait()
+    assert world.waits is None
+
+
+def test_a_message_on_nccl_between_stages_that_are_no_neighbours_names_the_fix():
+    world = SimpleNamespace(backend="nccl", _lanes={})
+    message = r"rank 5 has no connection to rank 2: .* call world\.prepare\(\[\(2, 5\)\]\) on every rank first"
+    with pytest.raises(CommError, match=message):
+        ProcessWorld._lane(world, 5, 2)
