@@ -1,4 +1,4 @@
-"""Runs a layer function on tp ranks (threads) and compares it, and its pullback, with a plain one in float64."""
+"""Layer functions on tp ranks that are threads: how their inputs are cut, and how outputs and gradients are put together."""
 
 from __future__ import annotations
 
@@ -19,20 +19,7 @@ from functional_par.vjp import engine
 
 AR, RS = TensorParallelMode.ALL_REDUCE, TensorParallelMode.REDUCE_SCATTER
 
-every_tp = pytest.mark.parametrize("tp", [1, 2, 3, 4])
 every_mode = pytest.mark.parametrize("mode", [AR, RS], ids=["ar", "rs"])
-every_kernel = pytest.mark.parametrize(
-    "how",
-    [
-        {"fast": False},
-        {"fast": True},
-        {"fast": True, "async_comm": True},
-        {"fast": True, "async_comm": True, "engine": "tape"},
-    ],
-    ids=["definition", "fast", "async", "async-tape"],
-)
-
-either_kernel = pytest.mark.parametrize("how", [{"fast": False}, {"fast": True}], ids=["definition", "fast"])
 
 
 @dataclass(frozen=True)
@@ -133,37 +120,3 @@ def vjp(function: Callable[..., Any], primals: Sequence[Tensor], cotangents: Any
 
     outputs, _, pull = engine(name)(listed, *primals)
     return outputs, pull(cotangents(outputs))
-
-
-def compare(
-    function: Callable[..., Any],
-    plain: Callable[..., Any],
-    inputs: Sequence[tuple[Tensor, Placement]],
-    outputs: Sequence[Placement],
-    *,
-    tp: int,
-    mode: Any,
-    how: dict[str, Any],
-    tolerance: float = 1e-10,
-) -> None:
-    """Outputs and all gradients of ``function(par, *local inputs)`` equal those of ``plain(*whole inputs)``."""
-    how = dict(how)
-    name = how.pop("engine", "func")
-    wholes = [x for x, _ in inputs]
-    cts = lambda outs: tensors(*(y.shape for y in outs), seed=1)  # noqa: E731
-    expected, expected_grads = vjp(plain, wholes, cts)
-    whole_cts = cts(expected)
-
-    def main(par: RunPar, rank: int) -> Any:
-        local = [where.put(x, rank, tp) for x, where in inputs]
-        before = [x.clone() for x in local]
-        local_cts = [where.put(ct, rank, tp) for ct, where in zip(whole_cts, outputs, strict=True)]
-        result = vjp(lambda *primals: function(par, *primals), local, lambda _: local_cts, name)
-        assert all(torch.equal(x, y) for x, y in zip(local, before, strict=True)), "an input was modified"
-        return result
-
-    results = on_ranks(tp, main, mode, **how)
-    for i, where in enumerate(outputs):
-        close(where.collect([r[0][i] for r in results], expected[i]), expected[i], tolerance)
-    for i, (whole, where) in enumerate(inputs):
-        close(where.collect([r[1][i] for r in results], whole), expected_grads[i], tolerance)

@@ -10,7 +10,7 @@ from functional_par.errors import ModelError
 from functional_par.nn import attention
 from functional_par.par import RunPar
 
-from .ranks import Owing, Split, calls, close, compare, either_kernel, on_ranks, tensors
+from .ranks import calls, close, on_ranks, tensors
 
 
 def plain(q, k, v, causal=True):
@@ -22,29 +22,6 @@ def plain(q, k, v, causal=True):
         scores = q[:, :, i] @ k[:, :, i // group].transpose(1, 2) / math.sqrt(q.shape[-1])
         outs.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v[:, :, i // group])
     return torch.stack(outs, 2)
-
-
-@either_kernel
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "tp"),
-    [
-        (4, 4, 1), (4, 4, 2), (4, 2, 2), (8, 2, 2), (6, 3, 3), (12, 4, 4),  # split evenly
-        (4, 1, 1), (4, 1, 2), (4, 1, 4), (8, 2, 4), (8, 1, 4),  # one key/value head serves a rank
-        (6, 2, 3), (12, 4, 3), (12, 2, 3), (12, 3, 4), (12, 6, 4), (6, 1, 3), (8, 4, 1),  # heads of a rank read several
-    ],
-)  # fmt: skip
-def test_attention_equals_the_formula_for_every_split_of_the_heads(how, heads, kv_heads, tp):
-    q, k, v = tensors((2, 7, heads, 4), (2, 7, kv_heads, 4), (2, 7, kv_heads, 4))
-    where = Owing() if kv_heads % tp else Split(2)
-    compare(
-        lambda par, q, k, v: attention(q, k, v, par, n_heads=heads, n_kv_heads=kv_heads),
-        plain,
-        [(q, Split(2)), (k, where), (v, where)],
-        [Split(2)],
-        tp=tp,
-        mode=None,
-        how=how,
-    )
 
 
 def test_attention_may_look_ahead():

@@ -11,7 +11,7 @@ from functional_par.errors import DataError, ModelError
 from functional_par.nn import cross_entropy
 from functional_par.par import RunPar
 
-from .ranks import Same, Split, calls, close, compare, either_kernel, every_tp, on_ranks, tensors, vjp
+from .ranks import Split, calls, close, on_ranks, tensors, vjp
 
 
 def plain(labels, vocab):
@@ -30,24 +30,6 @@ def labels_of(vocab, kind):
     if kind == "all ignored":
         labels[:] = -100
     return labels
-
-
-@every_tp
-@either_kernel
-@pytest.mark.parametrize("kind", ["all", "some ignored", "all ignored"])
-@pytest.mark.parametrize(("vocab", "scale"), [(97, 1.0), (97, 1e4), (96, 1.0), (5, 1.0)])
-def test_a_split_vocabulary_equals_plain_torch_whatever_is_padded_or_ignored(tp, how, kind, vocab, scale):
-    logits = tensors((2, 8, vocab))[0] * scale
-    labels = labels_of(vocab, kind)
-    compare(
-        lambda par, x: cross_entropy(x, labels, par, vocab=vocab),
-        plain(labels, vocab),
-        [(logits, Split(-1))],
-        [Same()],
-        tp=tp,
-        mode=None,
-        how=how,
-    )
 
 
 @pytest.mark.parametrize("fast", [False, True])

@@ -126,7 +126,7 @@ def test_a_rate_of_zero_is_the_identity_and_asks_par_for_nothing():
 
 @pytest.mark.parametrize("rate", [-0.1, 1.0, 1.5, math.nan])
 def test_a_rate_that_is_no_probability_below_one_is_refused(rate):
-    with pytest.raises(ModelError, match=rf"dropout: rate={rate} is a probability in \[0, 1\)"):
+    with pytest.raises(ModelError, match=rf"dropout: rate={rate}: a probability in \[0, 1\)"):
         dropout(torch.ones(1, 2, 3), rate, par_of(), "mlp")
 
 

@@ -13,96 +13,15 @@ from functional_par.par import RunPar
 from .ranks import (
     AR,
     RS,
-    Owing,
     Split,
     calls,
     close,
-    compare,
-    every_kernel,
     every_mode,
-    every_tp,
     on_ranks,
-    shared,
     stream,
     tensors,
     vjp,
 )
-
-
-@every_tp
-@every_mode
-@every_kernel
-def test_column_linear_and_all_its_gradients_equal_plain_torch(tp, mode, how):
-    x, w, b = tensors((2, 12, 10), (24, 10), (24,))
-    compare(
-        lambda par, x, w, b: column_linear(x, w, par, b),
-        F.linear,
-        [(x, stream(mode)), (w, Split(0)), (b, Split(0))],
-        [Split(-1)],
-        tp=tp,
-        mode=mode,
-        how=how,
-    )
-
-
-@every_tp
-@every_mode
-@every_kernel
-def test_weights_that_share_one_entry_may_be_split_or_whole_with_and_without_bias(tp, mode, how):
-    x, q, k, v, qb, kb = tensors((2, 12, 10), (12, 2, 10), (5, 3, 10), (12, 10), (12, 2), (5, 3))
-
-    def plain(x, q, k, v, qb, kb):
-        return (
-            torch.einsum("bse,hde->bshd", x, q) + qb,
-            torch.stack([torch.einsum("bse,hde->bshd", x, k) + kb] * tp),
-            torch.einsum("bse,fe->bsf", x, v),
-        )
-
-    def split(par, x, q, k, v, qb, kb):
-        q, k, v = column_linear(x, (q, k, v), par, (qb, kb, None))
-        return q, k[None], v
-
-    compare(
-        split,
-        plain,
-        [(x, stream(mode)), (q, Split(0)), (k, Owing()), (v, Split(0)), (qb, Split(0)), (kb, Owing())],
-        [Split(2), Split(0), Split(2)],
-        tp=tp,
-        mode=mode,
-        how=how,
-    )
-
-
-@every_tp
-@every_mode
-@every_kernel
-def test_row_linear_adds_its_bias_once_and_equals_plain_torch(tp, mode, how):
-    x, w, b = tensors((2, 12, 24), (10, 24), (10,))
-    compare(
-        lambda par, x, w, b: row_linear(x, w, par, b),
-        F.linear,
-        [(x, Split(-1)), (w, Split(1)), (b, shared(mode))],
-        [stream(mode)],
-        tp=tp,
-        mode=mode,
-        how=how,
-    )
-
-
-@every_tp
-@every_mode
-@every_kernel
-def test_row_linear_contracts_heads_and_head(tp, mode, how):
-    x, w = tensors((2, 12, 12, 3), (10, 12, 3))
-    compare(
-        lambda par, x, w: row_linear(x, w, par, n_in=2),
-        lambda x, w: torch.einsum("bshd,ehd->bse", x, w),
-        [(x, Split(2)), (w, Split(1))],
-        [stream(mode)],
-        tp=tp,
-        mode=mode,
-        how=how,
-    )
 
 
 @pytest.mark.parametrize("async_comm", [False, True])

@@ -7,23 +7,7 @@ import pytest
 from functional_par.errors import ModelError
 from functional_par.nn import sequence_window
 
-from .ranks import RS, calls, compare, either_kernel, every_mode, every_tp, on_ranks, shared, stream, tensors
-
-
-@every_tp
-@every_mode
-@either_kernel
-def test_learned_positions_are_cut_as_the_stream_is(tp, mode, how):
-    (v,) = tensors((2, 12, 3))
-    compare(
-        lambda par, v: sequence_window(v, par, 1),
-        lambda v: v * 1,
-        [(v, shared(mode))],
-        [stream(mode)],
-        tp=tp,
-        mode=mode,
-        how=how,
-    )
+from .ranks import RS, calls, on_ranks, tensors
 
 
 def test_taking_a_window_makes_no_call():

@@ -1,0 +1,176 @@
+"""Every transform is a linear map on parameters, from whole trees to shards, and what the library does to gradients is its
+transpose: <shard(params), cotangents> = <params, transpose(cotangents)> in the inner product of the types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import functional_par as fp
+from functional_par import Input, Mesh, Model, Param, tree
+from functional_par.metrics import Totals
+from functional_par.plan import Plan
+from functional_par.reduce import Gradients, buckets, groups
+from functional_par.shards import gather_leaf
+
+from .inner import close
+
+NORMS = (1.0, 2.0, math.inf)
+
+DIMS = ["embed", "vocab", "ffn", "kv_heads"]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Leaves, the layers that read them, and the transforms.
+
+    Attributes:
+        leaves: name to (shape, dims, met): whether split compute over tp reads it.
+        layers: names of the leaves that each layer reads.
+        silent: leaves that no gradient reaches.
+    """
+
+    leaves: dict[str, tuple[tuple[int, ...], str, bool]]
+    layers: list[list[str]]
+    ties: list[tuple[str, ...]]
+    split: list[int]
+    mesh: Mesh
+    silent: frozenset[str]
+    seed: int
+
+    def plan(self) -> Plan:
+        params = {name: Param(shape, dims) for name, (shape, dims, _) in self.leaves.items()}
+        met = {name for name, (_, _, split) in self.leaves.items() if split}
+        layers = [(f"layer{i}", names, lambda p, x, par: read(p, x, par, met)) for i, names in enumerate(self.layers)]
+        layers = [("start", [], lambda p, batch, par: batch["x"]), *layers]
+        loss = lambda p, x, par: (x.sum(), len(x))  # noqa: E731
+        model = Model(params, layers, loss, {"x": Input((None,), torch.float64)})
+        rules = {"vocab": "pad", "ffn": "pad", "kv_heads": "replicate"}
+        pipeline = fp.stage_pp(split=self.split)
+        program = fp.compose(
+            *(fp.tie(*names) for names in self.ties), fp.shard_tp(dims=rules), pipeline, fp.dp_reduce()
+        )
+        return program(model).plan(self.mesh)
+
+
+def read(p: Any, x: Tensor, par: fp.Par, met: set[str]) -> Tensor:
+    """x [rows] times the sum of all leaves; those in ``met`` meet data that differ along tp."""
+    if whole := [p[name].flatten() for name in p if name not in met]:
+        x = x * torch.cat(whole).sum()
+    if cut := [p[name].flatten() for name in p if name in met]:
+        x = par.psum(par.pvary(x, "tp") * par.axis_index("tp") * torch.cat(cut).sum(), "tp")
+    return x
+
+
+@st.composite
+def drawings(draw):
+    mesh = draw(
+        st.builds(
+            Mesh, ep=st.integers(1, 2), pp=st.integers(1, 3), dp=st.integers(1, 2), tp=st.sampled_from([1, 2, 3, 4])
+        ).filter(lambda mesh: mesh.size <= 12)
+    )
+    leaves, ties = {}, []
+    for name in "abc":
+        sharded = draw(st.sampled_from(DIMS))
+        dims = draw(st.permutations([sharded, *draw(st.sampled_from([[], ["in"], ["in", "out"]]))]))
+        shape = tuple(draw(st.integers(1, 7 if dim == sharded else 3)) for dim in dims)
+        split = sharded != "embed" or draw(st.booleans())
+        owners = draw(st.integers(1, 3))
+        names = [f"{name}{i}" for i in range(owners)]
+        leaves |= dict.fromkeys(names, (shape, " ".join(dims), split))
+        ties += [tuple(draw(st.permutations(names)))] if owners > 1 else []
+    n = draw(st.integers(3, 5))
+    layers: list[list[str]] = [[] for _ in range(n)]
+    for name in leaves:
+        for i in draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=2)):
+            layers[i].append(name)
+    cuts = sorted(draw(st.permutations(range(1, n + 1)))[: mesh.pp - 1])
+    split = [b - a for a, b in zip([0, *cuts], [*cuts, n + 1], strict=True)]
+    silent = draw(st.sets(st.sampled_from(sorted(leaves)), max_size=2))
+    return Drawn(leaves, layers, ties, split, mesh, frozenset(silent), draw(st.integers(0, 2**32)))
+
+
+def cotangent(plan: Plan, rank: int, path: str, seed: int) -> Tensor:
+    """A random cotangent of a rank's shard. Along an axis on which the leaf is neither cut nor owing it is replicated."""
+    spec = plan.specs[path]
+    return normal(hash((seed, list(plan.specs).index(path), *place(plan, rank, path))), spec.local_shape(plan.mesh))
+
+
+def place(plan: Plan, rank: int, path: str) -> tuple[int, ...]:
+    """Where a rank lies along the axes over which the cotangent of its shard varies."""
+    spec = plan.specs[path]
+    varies = {*spec.sharded, *(debt.axis for debt in spec.owes)}
+    return tuple(n if axis in varies else -1 for axis, n in plan.mesh.coords(rank)._asdict().items())
+
+
+def once(plan: Plan, path: str) -> Iterable[int]:
+    """A rank for each different cotangent of a leaf."""
+    stages = plan.specs[path].stages
+    ranks = [rank for rank, coords in enumerate(plan.mesh) if coords.pp in stages]
+    return {place(plan, rank, path): rank for rank in ranks}.values()
+
+
+def normal(seed: int, shape: Iterable[int]) -> Tensor:
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed % 2**63), dtype=torch.float64)
+
+
+def transpose(plan: Plan, world: fp.World, drawn: Drawn) -> Any:
+    """What the library does to the gradients of a step: add them up, forget the padding, pay. Then norms and whole leaves."""
+    grads = Gradients(plan, buckets(plan, world.rank), torch.float64, torch.device("cpu"))
+    for fill in (1.0, 0.0):  # the second step finds the memory of the first
+        grads.begin()
+        for path in plan.stage_leaves(world.coords.pp):
+            if path not in drawn.silent:
+                whole = cotangent(plan, world.rank, path, drawn.seed)
+                grads.add({path: 0.25 * whole + fill})
+                grads.add({path: 0.75 * whole})
+        grads.complete(plan, world.coords)
+    grads.pay(world)
+    views = grads.views(plan)
+    norms = [Totals(plan, world.rank, n).over_world(world, [], views).norm for n in NORMS]
+    whole = {path: gather_leaf(plan, world, path, views.get(path), torch.float64) for path in plan.specs}
+    return views, norms, whole
+
+
+@settings(max_examples=max(12, settings.default.max_examples))
+@given(drawings())
+def test_what_is_done_to_gradients_is_the_transpose_of_what_is_done_to_parameters(drawn):
+    plan, n = drawn.plan(), drawn.mesh.size
+    params = {path: normal(drawn.seed + i, leaf.shape) for i, (path, leaf) in enumerate(plan.model.leaves.items())}
+    shards = [tree.flatten(fp.shard(tree.unflatten(params), plan, rank)) for rank in range(n)]
+
+    def main(world):
+        world.prepare(groups(plan))
+        return transpose(plan, world, drawn)
+
+    parts, norms, gathered = zip(*fp.run(main, drawn.mesh), strict=True)
+    pulled = tree.flatten(fp.unshard([tree.unflatten(part) for part in parts], plan))
+    for path, spec in plan.specs.items():
+        cotangents = {
+            rank: torch.zeros(spec.local_shape(drawn.mesh))
+            if path in drawn.silent
+            else cotangent(plan, rank, path, drawn.seed)
+            for rank in once(plan, path)
+        }
+        forward = sum((shards[rank][path] * c).sum().item() for rank, c in cotangents.items())
+        backward = (params[path] * pulled[path]).sum().item()
+        assert forward == pytest.approx(backward, rel=1e-10, abs=1e-10), path
+        copies: dict[Any, Tensor] = {}
+        for rank, coords in enumerate(drawn.mesh):
+            if coords.pp in spec.stages:
+                first = copies.setdefault(spec.starts(drawn.mesh, coords), parts[rank][path])
+                assert torch.equal(parts[rank][path], first), (path, rank)
+            assert torch.equal(gathered[rank][path], pulled[path]), (path, rank)
+    whole = torch.cat([pulled[path].flatten() for path in plan.specs])
+    for found in norms:
+        close(
+            torch.tensor(found, dtype=torch.float64), torch.stack([torch.linalg.vector_norm(whole, p) for p in NORMS])
+        )
