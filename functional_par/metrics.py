@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from functional_par.comm.base import AllReduce, World
-from functional_par.errors import CompositionError, ModelError, StateError
+from functional_par.errors import ModelError, StateError
 from functional_par.mesh import AXES
 from functional_par.plan import Plan
 
@@ -120,16 +120,6 @@ def clip_coefficient(norm: float, clip: float | None) -> float:
     (1.0, 1.0)
     """
     return 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
-
-
-def check_norm(clip: float | None, norm: float) -> None:
-    """Raise CompositionError for a clip or an order of the norm that makes no sense."""
-    if norm not in (1.0, 2.0, math.inf):
-        raise CompositionError(f"norm={norm!r}: the order of the gradient norm is 1, 2 or inf.")
-    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0):
-        raise CompositionError(
-            f"clip={clip!r}: the largest gradient norm is a positive number, or None for no clipping."
-        )
 
 
 def _reduce(world: World, x: Tensor, op: Literal["sum", "max"]) -> Tensor:

@@ -93,10 +93,6 @@ class Program:
         """
         from functional_par.step import Step
 
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise CompositionError(
-                f"step(dtype={dtype!r}): parameters have a floating-point dtype, such as torch.float32."
-            )
         return Step(
             self.plan(world.mesh), world, optimizer, clip=clip, norm=norm, donate=donate, dtype=dtype, engine=engine
         )

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from functional_par.batch import Share, share_of
+from functional_par.checks import check_options, check_state
 from functional_par.comm.base import AllReduce, World
-from functional_par.errors import CompositionError, NonFiniteError, StateError
+from functional_par.errors import NonFiniteError
 from functional_par.maps.apply import Moment
 from functional_par.maps.apply import apply as apply_maps
-from functional_par.metrics import Totals, check_norm, clip_coefficient
+from functional_par.metrics import Totals, clip_coefficient
 from functional_par.model import init_leaf
 from functional_par.optim import Optimizer
 from functional_par.optim.base import slot_dtype
@@ -60,11 +61,7 @@ class Step:
         dtype: torch.dtype = torch.float32,
         engine: str = "func",
     ) -> None:
-        check_norm(clip, norm)
-        if not isinstance(optimizer, Optimizer):
-            raise CompositionError(
-                f"step(optimizer={optimizer!r}): it is one of fp.optim, such as fp.optim.adamw(lr=3e-4)."
-            )
+        check_options(optimizer, dtype, clip, norm)
         self.plan, self.world, self.optimizer = plan, world, optimizer
         self.clip, self.norm, self.donate, self.dtype = clip, norm, donate, dtype
         self.engine = find_engine(engine)
@@ -123,7 +120,7 @@ class Step:
             NonFiniteError: loss or gradient norm is infinite or not a number; the state is left alone.
             StateError: a consumed state, or one of another program.
         """
-        params = self._check(state)
+        params = self._leaves_of(state)
         share = share_of(self.plan, self.world, batch, self.dtype)
         count = self._count(share)
         moment = Moment(params, state.step, step_key(state.seed, state.step))
@@ -146,11 +143,11 @@ class Step:
 
     def gather(self, state: State) -> dict[str, Any]:
         """All parameters whole, on every rank, as a nested dict; tied names included. Collective: every rank calls it."""
-        return self._whole(self._check(state), self.dtype, tuple(self.plan.specs))
+        return self._whole(self._leaves_of(state), self.dtype, tuple(self.plan.specs))
 
     def gather_opt(self, state: State) -> dict[str, dict[str, Any]]:
         """The optimizer's state whole, on every rank: slot name, then a nested dict of the trainable leaves. Collective."""
-        self._check(state)
+        self._leaves_of(state)
         trained = tuple(path for path, spec in self.plan.specs.items() if spec.trainable)
         return {slot: self._whole(flat, slot_dtype(self.dtype), trained) for slot, flat in state.flat_opt.items()}
 
@@ -186,6 +183,10 @@ class Step:
             dtype=self.dtype,
             device=self.world.device,
         )
+
+    def _leaves_of(self, state: State) -> dict[str, Tensor]:
+        """Parameters by path of a state that belongs here."""
+        return check_state(state, self.plan, self.leaves, self.optimizer, self.dtype)
 
     def _whole(self, flat: Mapping[str, Tensor], dtype: torch.dtype, paths: tuple[str, ...]) -> dict[str, Any]:
         """These leaves whole, under all their names."""
@@ -270,30 +271,6 @@ class Step:
         updates = {path: leaf - before.params[path] for path, leaf in moved.items()}
         apply_maps(self.plan, "update", self.world, before, updates)
         return {path: leaf.copy_(before.params[path] + updates[path]) for path, leaf in moved.items()}
-
-    def _check(self, state: State) -> dict[str, Tensor]:
-        if not isinstance(state, State):
-            raise StateError(
-                f"step({type(state).__name__}, ...): expected the state from step.init or from the step before."
-            )
-        flat, slots = state.flat, state.flat_opt
-        if set(flat) != set(self.leaves):
-            wrong = ", ".join(sorted(set(flat) ^ set(self.leaves)))
-            raise StateError(f"this state belongs to another program or stage; it differs in the leaves {wrong}.")
-        for path, leaf in flat.items():
-            shape = self.plan.specs[path].local_shape(self.plan.mesh)
-            if tuple(leaf.shape) != shape or leaf.dtype != self.dtype:
-                raise StateError(
-                    f"this state belongs to another program, layout or dtype: {path} is {leaf.dtype}{list(leaf.shape)}, but "
-                    f"this step has {self.dtype}{list(shape)}."
-                )
-        if set(slots) != set(self.optimizer.slots):
-            raise StateError(
-                f"this state belongs to another optimizer: it has {', '.join(slots) or 'nothing'}, but {self.optimizer.name} "
-                f"keeps {', '.join(self.optimizer.slots) or 'nothing'}. Start with step.init, or build the step with the "
-                "optimizer that made the state."
-            )
-        return flat
 
 
 def _check_finite(step: int, metrics: Metrics) -> None:

@@ -12,8 +12,9 @@ import torch
 
 import functional_par as fp
 from functional_par import CompositionError, Mesh, ModelError
+from functional_par.checks import check_options
 from functional_par.comm.solo import SoloGroup
-from functional_par.metrics import Total, Totals, check_norm, clip_coefficient
+from functional_par.metrics import Total, Totals, clip_coefficient
 
 from .toys import odd, small_gpt
 
@@ -99,15 +100,15 @@ def test_an_unknown_order_of_the_norm_is_refused(norm):
     with pytest.raises(
         CompositionError, match=re.escape(f"norm={norm!r}: the order of the gradient norm is 1, 2 or inf.")
     ):
-        check_norm(1.0, norm)
+        check_options(fp.optim.sgd(lr=1.0), torch.float32, 1.0, norm)
 
 
 @pytest.mark.parametrize("clip", [0, -1.0, math.nan, "1", True])
 def test_a_clip_that_is_not_positive_is_refused(clip):
     message = f"clip={clip!r}: the largest gradient norm is a positive number, or None for no clipping."
     with pytest.raises(CompositionError, match=re.escape(message)):
-        check_norm(clip, 2.0)
-    check_norm(None, math.inf)
+        check_options(fp.optim.sgd(lr=1.0), torch.float32, clip, 2.0)
+    check_options(fp.optim.sgd(lr=1.0), torch.float32, None, math.inf)
 
 
 def test_a_count_that_differs_from_what_was_counted_is_refused_with_both_and_the_fix():

@@ -1,0 +1,60 @@
+"""What a step is made with and what it is given: checked before anything is computed or sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from functional_par.errors import CompositionError, StateError
+from functional_par.optim import Optimizer
+from functional_par.plan import Plan
+from functional_par.state import State
+
+
+def check_options(optimizer: Any, dtype: Any, clip: Any, norm: Any) -> None:
+    """CompositionError for options of ``program.step`` that make no sense."""
+    if not isinstance(optimizer, Optimizer):
+        raise CompositionError(
+            f"step(optimizer={optimizer!r}): it is one of fp.optim, such as fp.optim.adamw(lr=3e-4)."
+        )
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CompositionError(f"step(dtype={dtype!r}): parameters have a floating-point dtype, such as torch.float32.")
+    if norm not in (1.0, 2.0, math.inf):
+        raise CompositionError(f"norm={norm!r}: the order of the gradient norm is 1, 2 or inf.")
+    if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0):
+        raise CompositionError(
+            f"clip={clip!r}: the largest gradient norm is a positive number, or None for no clipping."
+        )
+
+
+def check_state(
+    state: Any, plan: Plan, leaves: Sequence[str], optimizer: Optimizer, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Parameters of ``state`` by path; StateError unless it has the ``leaves`` of this rank of ``plan``, in this dtype, and
+    the slots of ``optimizer``."""
+    if not isinstance(state, State):
+        raise StateError(
+            f"step({type(state).__name__}, ...): expected the state from step.init or from the step before."
+        )
+    flat, slots = state.flat, state.flat_opt
+    if set(flat) != set(leaves):
+        wrong = ", ".join(sorted(set(flat) ^ set(leaves)))
+        raise StateError(f"this state belongs to another program or stage; it differs in the leaves {wrong}.")
+    for path, leaf in flat.items():
+        shape = plan.specs[path].local_shape(plan.mesh)
+        if tuple(leaf.shape) != shape or leaf.dtype != dtype:
+            raise StateError(
+                f"this state belongs to another program, layout or dtype: {path} is {leaf.dtype}{list(leaf.shape)}, but "
+                f"this step has {dtype}{list(shape)}."
+            )
+    if set(slots) != set(optimizer.slots):
+        raise StateError(
+            f"this state belongs to another optimizer: it has {', '.join(slots) or 'nothing'}, but {optimizer.name} keeps "
+            f"{', '.join(optimizer.slots) or 'nothing'}. Start with step.init, or build the step with the optimizer that made "
+            "the state."
+        )
+    return flat
