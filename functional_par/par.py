@@ -333,7 +333,7 @@ def merge_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
                 f"collective over {axis!r}: layers communicate along {', '.join(a for a in AXES if a != 'pp')}."
             )
     if not axes:
-        raise MeshError("a collective names at least one axis.")
+        raise MeshError('a collective names at least one axis, as par.psum(x, "tp") does.')
     return tuple(axis for axis in AXES if axis in axes)
 
 

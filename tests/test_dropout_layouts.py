@@ -169,7 +169,7 @@ def test_the_reference_is_the_first_step_from_seed_zero_unless_told():
 @pytest.mark.parametrize("rate", [-0.1, 1, True, "0.1"])
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_a_model_refuses_a_rate_that_is_no_probability_below_one(name, rate):
-    with pytest.raises(ModelError, match=rf"{name}\(dropout={rate!r}\): it is a probability in \[0, 1\)"):
+    with pytest.raises(ModelError, match=rf"{name}\(dropout={rate!r}\): a probability in \[0, 1\)"):
         model_of(name, rate)
 
 

@@ -39,7 +39,7 @@ def check_rate(model: str, **rates: float) -> None:
     """ModelError unless every rate is a probability below 1."""
     for name, rate in rates.items():
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
-            raise ModelError(f"{model}({name}={rate!r}): it is a probability in [0, 1).")
+            raise ModelError(f"{model}({name}={rate!r}): a probability in [0, 1) is needed.")
 
 
 def linear(dims: str, shape: tuple[int, ...], std: float, *, bias: str | None = None) -> dict[str, Param]:

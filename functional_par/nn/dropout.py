@@ -35,12 +35,15 @@ def dropout(x: Tensor, rate: float, par: Par, salt: int | str, *, seq_dim: int =
              [0., 2., 2., 0.]]])
     """
     if not 0 <= rate < 1:
-        raise ModelError(f"dropout: rate={rate!r} is a probability in [0, 1).")
+        raise ModelError(f"dropout: rate={rate!r}: a probability in [0, 1) is needed.")
     if rate == 0:
         return x
     rows = par.rows
     if x.shape[0] != rows.shape[0]:
-        raise ModelError(f"dropout: x of shape {list(x.shape)} has not the {rows.shape[0]} rows of par.batch in dim 0.")
+        raise ModelError(
+            f"dropout: x of shape {list(x.shape)} has not the {rows.shape[0]} rows of par.batch in dim 0. Its mask is a "
+            "function of the row: keep the rows in dim 0 and the sequence in seq_dim."
+        )
     par.check_stream(x, "dropout")
     keep = _keep(x.shape, rate, par, par.layer_key.fold(salt), rows, seq_dim % x.ndim, x.device)
     return torch.where(keep, x * (1 / (1 - rate)), 0.0)

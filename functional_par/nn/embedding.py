@@ -46,7 +46,8 @@ def check_vocab(name: str, rows: int, vocab: int, par: Par) -> None:
     if rows != -(-vocab // tp):
         raise ModelError(
             f"{name}: vocab={vocab} over tp={tp} is {-(-vocab // tp)} entries a rank (padded), "
-            f"but this rank has {rows}."
+            f"but this rank has {rows}. Give the whole number of entries as vocab, and in fp.Param name their dim 'vocab', "
+            "which shard_tp cuts and pads."
         )
 
 

@@ -29,7 +29,8 @@ class StagePP(Transform):
         if len(sizes) != plan.mesh.pp or sum(sizes) != len(names):
             raise CompositionError(
                 f"stage_pp(split={list(sizes)}): {len(sizes)} stages with {sum(sizes)} layers in all, but {plan.mesh} has "
-                f"pp={plan.mesh.pp} and the model has {len(names)} layers ({', '.join(names)})."
+                f"pp={plan.mesh.pp} and the model has {len(names)} layers ({', '.join(names)}). Give "
+                f"a number of layers for each stage, {len(names)} in all."
             )
         bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         stages = tuple(tuple(names[a:b]) for a, b in pairwise(bounds))
