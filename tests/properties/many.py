@@ -11,6 +11,7 @@ from torch import Tensor
 import functional_par as fp
 from functional_par import tree
 
+from . import counts
 from .inner import close
 from .layouts import Layout
 from .single import OPTIMIZERS, Batch, Trained
@@ -25,8 +26,8 @@ def train(
     seed: int = 0,
     **options: Any,
 ) -> Trained:
-    """The same as ``single.train`` on the ranks of a mesh. Metrics are the same on every rank, and copies of a shard have
-    equal bits after every step.
+    """The same as ``single.train`` on the ranks of a mesh. Metrics are the same on every rank, copies of a shard have
+    equal bits after every step, and what was communicated is what the formulas say.
 
     Args:
         program: of the layout, if it is at hand.
@@ -41,6 +42,8 @@ def train(
             state, metrics = twice(step, state, batch) if pure else step(state, batch)
             seen.append((metrics["loss"], metrics["grad_norm"], metrics["tokens"], metrics["lr"]))
             trail.append({path: x.clone() for path, x in state.flat.items()})
+        steps = len(batches) * (2 if pure else 1)
+        counts.check(step.plan, world.rank, world.record, steps, batches[0], options.get("norm", 2.0))
         return state, seen, trail
 
     states, seen, trails = zip(*fp.run(main, layout.mesh, backend="threads", timeout=60.0), strict=True)
