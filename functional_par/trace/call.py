@@ -22,26 +22,40 @@ def follow_call(layer: Layer, typing: Typing, setting: Setting, function: Callab
     """Call a function of no arguments. Derivatives are on, as they are when the layer runs.
 
     Raises:
-        ParallelError: what the function raised, told with the layer and the line.
+        ParallelError: what the function raised, told with the layer and the line. A refusal that the function caught, or
+            that TorchScript turned into an error of its own, is raised all the same.
     """
     try:
         with torch.enable_grad(), torch.device("meta"), typing, Literals(typing):
-            return function()
-    except ParallelError as error:
-        if str(error).startswith("layer "):
-            raise
-        raise type(error)(f"{_place(layer, error)}: {error}") from error
+            result = function()
     except Exception as error:
-        place = Place.of_exception(error) or Place.of_function(layer.fn)
-        raise ModelError(
-            f"layer {layer.name!r} failed while it was traced, at {place}: {type(error).__name__}: {error}."
-            f"{_hint(error, setting)}"
-        ) from error
+        raise _told(layer, setting, typing.refusal or error) from error
+    if typing.refusal:
+        raise _told(layer, setting, typing.refusal)
+    return result
+
+
+def _told(layer: Layer, setting: Setting, error: Exception) -> ParallelError:
+    """The error with the layer and the line."""
+    if isinstance(error, ParallelError):
+        known = str(error).startswith("layer ")
+        return error if known else type(error)(f"{_place(layer, error)}: {error}")
+    place = Place.of_exception(error) or Place.of_function(layer.fn)
+    return ModelError(
+        f"layer {layer.name!r} failed while it was traced, at {place}: {type(error).__name__}: {error}."
+        f"{_hint(error, setting)}"
+    )
 
 
 def _hint(error: Exception, setting: Setting) -> str:
     if "nonzero" in str(error):
         return " A shape must not depend on the values of a tensor: use torch.where with the mask instead of indexing with it."
+    if any(sign in str(error) for sign in _UNKNOWN) and "aten::equal" not in str(error):
+        return (
+            " The trace follows operations of torch on tensors without data, which this one does not take. Write it in other"
+            " operations: torch.where for a choice, a Python loop of fixed length, or par.kernel(definition, fast) with a"
+            " definition in plain operations."
+        )
     if any(sign in str(error) for sign in _NUMBERS):
         return (
             " The function runs on tensors without data, so it must not turn a tensor into a Python number or branch on one;"
@@ -78,15 +92,22 @@ def _sizes(setting: Setting) -> str:
 _SHAPES = ("shape", "size", "dimension", "broadcast")
 """By these words torch says that sizes do not fit."""
 
+_UNKNOWN = ("HigherOrderOperator", "no fake impl", "storage_device.is_cpu()", "on meta device")
+"""By these words torch says that it cannot compute without data."""
+
 _NUMBERS = (
     "meta tensors",
+    "meta device type",
+    "device type meta",
+    "unallocated storage",
+    "aten::equal",
     "Meta tensors",
     "'Meta' backend",
     "aten::_local_scalar_dense",
     "aten::nonzero",
     "to a scalar",
 )
-"""By these words torch says that it has no data."""
+"""By these words torch says that a number was asked for, which is not there."""
 
 
 def _place(layer: Layer, error: BaseException) -> str:

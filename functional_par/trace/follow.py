@@ -5,7 +5,8 @@ What it does not recognise it refuses: a tensor of unknown origin, a write to me
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from functional_par.errors import MissingCollective, ModelError
+from functional_par.errors import MissingCollective, ModelError, ParallelError
 from functional_par.trace.place import Place, here
 from functional_par.trace.values import (
     CONSTANT,
@@ -56,6 +57,7 @@ class Typing(TorchDispatchMode):
         work: floating-point operations of the forward, about.
         backward: true while the backward of the layer is followed, where a result varies over the union of its inputs
             and nothing is refused.
+        refusal: the first error of this trace, which the layer may have caught to go on another way.
     """
 
     def __init__(self, layer: str, location: str = "") -> None:
@@ -68,6 +70,16 @@ class Typing(TorchDispatchMode):
         self.uses: list[Use] = []
         self.work = 0
         self.backward = False
+        self.refusal: ParallelError | None = None
+
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Keep the first refusal of what is done inside."""
+        try:
+            yield
+        except ParallelError as error:
+            self.refusal = self.refusal or error
+            raise
 
     def input(self, leaf: Abstract) -> Tensor:
         """A meta tensor that stands for an input of the layer, which the layer must not modify."""
@@ -114,6 +126,10 @@ class Typing(TorchDispatchMode):
         return f"layer {self.layer!r}, {place}" if place else self.location
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self.remembering():
+            return self._follow(func, args, kwargs)
+
+    def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._check_operation(func)
         args, kwargs = pytree.tree_map_only(Tensor, self._twin, (args, kwargs or {}))
         if kwargs.get("device") is not None:
@@ -188,7 +204,9 @@ class Typing(TorchDispatchMode):
             return CONSTANT
         raise ModelError(
             f"{self.where()}: the layer uses a tensor of shape {list(x.shape)} that another layer, or another call, has "
-            "left behind. Layers are pure functions: pass it on in the layer's output."
+            "left behind, or that was made where the trace does not see it (by a thread, as the parameter of a module). Layers "
+            "are pure functions: pass it on in the layer's output; make modules outside, and call them with "
+            "torch.func.functional_call."
         )
 
     def _twin(self, x: Tensor) -> Tensor:

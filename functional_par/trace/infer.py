@@ -17,6 +17,10 @@ The rules (those of a type system for values that are replicated or varying alon
 
 What it refuses though it may be right (write what the message says instead):
 
+- an activation that meets values varying over more axes, though every use of all that it was computed from is such a use,
+  so that one sum on the leaves would do; or though no cotangent comes back, since what follows is detached or unused;
+- a sum, maximum, gather or exchange of what is the same on every rank, which one process does not compute; ``pvary`` and
+  ``slice`` of what differs, also where no cotangent flows;
 - operations under ``torch.no_grad`` count as differentiable, since those inside an ``autograd.Function`` look the same:
   use ``detach``, or add the ``pvary`` that is asked for, which costs nothing there;
 - collectives inside the backward of an ``autograd.Function`` with another split than the forward's (Megatron's f as a
@@ -26,8 +30,9 @@ What it refuses though it may be right (write what the message says instead):
 
 What no type can see, and is left to the author: numbers that a hand-written backward makes up (a factor ``par.size("tp")``,
 say) and what ``detach`` hides; a layer that is not a function of its arguments (globals that change, Python's own random
-numbers, the rank taken from elsewhere) or branches on the bits of a key; ``fast`` kernels, which have to equal their
-definition.
+numbers, the rank taken from elsewhere), branches on the bits of a key, or goes another way where tensors have no data
+(``x.is_meta``, an error of torch that it catches); what threads that a layer starts write to its tensors; ``fast``
+kernels, which have to equal their definition.
 """
 
 from __future__ import annotations

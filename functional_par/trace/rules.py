@@ -282,7 +282,8 @@ def apply(x: Tensor, rule: Rule) -> Tensor:
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, rule: Rule) -> Tensor:
-        return rule.run(x)
+        with rule.typing.remembering():
+            return rule.run(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Rule], output: Tensor) -> None:

@@ -86,20 +86,26 @@ def accepted_though_wrong(built: Any, mesh: fp.Mesh, batch: Mapping[str, Tensor]
 
 def refused_though_right(program: Program, plan: Plan, batch: Mapping[str, Tensor], error: TraceError) -> str:
     """Why a refusal is not borne out by the numbers; "" if it is."""
-    if isinstance(error, SuperfluousCollective) and is_true(str(error), joint(plan, batch).calls):
-        return ""
     anchors: list[list[Tensor]] = [[] for _ in range(plan.mesh.size)]
     truth = joint(plan, batch, lambda rank: model_of(program, anchors[rank]))
+    if isinstance(error, SuperfluousCollective) and is_true(str(error), truth.calls):
+        return ""
     return "" if numbers_are_wrong(program, plan, batch, truth) else f"refused, but the numbers are right: {error}"
 
 
+SAID = re.compile(
+    r"par\.(\w+) over ([\w ]+?) of (a value that is already the same|copies|a value that (already )?differs)"
+)
+
+
 def is_true(message: str, calls: Sequence[Call]) -> bool:
-    """Whether a message about a superfluous collective says what is so: some call of that name was given what it says."""
-    found = re.search(r"par\.(\w+) over ([\w ]+?) of (a value that is already the same|copies)", message)
-    if not found:
+    """Whether a message about a superfluous collective says what is so: some call of that name was given what it says. Such
+    a call makes the ranks another function than one process, or is of no use, whatever its derivative."""
+    if not (found := SAID.search(message)):
         return False
-    axes = set(found[2].split(" and "))
-    return any(call.name == found[1] and axes <= set(call.axes) and axes <= call.same for call in calls)
+    name, axes, differs = found[1], set(found[2].split(" and ")), "differs" in found[3]
+    named = [call for call in calls if call.name == name and axes <= set(call.axes)]
+    return any(not axes & call.same if differs else axes <= call.same for call in named)
 
 
 def numbers_are_wrong(program: Program, plan: Plan, batch: Mapping[str, Tensor], truth: Joint) -> bool:
@@ -113,7 +119,9 @@ def numbers_are_wrong(program: Program, plan: Plan, batch: Mapping[str, Tensor],
     return any(not payable(plan, path, [grads[path] for grads in found], grad) for path, grad in truth.grads.items())
 
 
-def unchecked(program: Program, plan: Plan, batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def unchecked(
+    program: Program, plan: Plan, batch: Mapping[str, Tensor], anchored: bool = True
+) -> list[dict[str, Tensor]]:
     """Each rank's own gradients with the library's collectives and nothing else of it."""
     whole = whole_leaves(plan.model)
     count = max(int(plan.model.count_terms(batch)), 1)
@@ -123,7 +131,7 @@ def unchecked(program: Program, plan: Plan, batch: Mapping[str, Tensor]) -> list
         rows, first = share(plan, batch, world.rank)
         groups = {axes: world.group(*axes) for axes in (("dp",), ("tp",), ("dp", "tp"))}
         par = RunPar({axes: group for axes, group in groups.items() if group.size > 1}, batch=rows, first_row=first)
-        loss = evaluate(model_of(program, []), own, par) / count
+        loss = evaluate(model_of(program, [] if anchored else None), own, par) / count
         grads = torch.autograd.grad(loss, list(own.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(own, grads, strict=True))
 
