@@ -25,7 +25,8 @@ from .inner import close
 
 NORMS = (1.0, 2.0, math.inf)
 
-DIMS = ["embed", "vocab", "ffn", "kv_heads"]
+RULES = {"vocab": "pad", "ffn": "pad", "kv_heads": "replicate"}
+DIMS = ["embed", *RULES]
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Drawn:
         layers = [("start", [], lambda p, batch, par: batch["x"]), *layers]
         loss = lambda p, x, par: (x.sum(), len(x))  # noqa: E731
         model = Model(params, layers, loss, {"x": Input((None,), torch.float64)})
-        rules = {"vocab": "pad", "ffn": "pad", "kv_heads": "replicate"}
+        named = {dim for _, dims, _ in self.leaves.values() for dim in dims.split()}
+        rules = {dim: rule for dim, rule in RULES.items() if dim in named}
         pipeline = fp.stage_pp(split=self.split)
         program = fp.compose(
             *(fp.tie(*names) for names in self.ties), fp.shard_tp(dims=rules), pipeline, fp.dp_reduce()
@@ -68,6 +70,18 @@ def read(p: Any, x: Tensor, par: fp.Par, met: set[str]) -> Tensor:
     if cut := [p[name].flatten() for name in p if name in met]:
         x = par.psum(par.pvary(x, "tp") * par.axis_index("tp") * torch.cat(cut).sum(), "tp")
     return x
+
+
+def debts(drawn: Drawn, plan: Plan, path: str) -> set[str]:
+    """Axes over which the gradient of a leaf is a partial sum: data, stages that share it, tp where it is whole but meets
+    what is not."""
+    spec, met = plan.specs[path], drawn.leaves[path][2]
+    owed = (
+        {"ep", "dp"}
+        | ({"pp"} if len(spec.stages) > 1 else set())
+        | ({"tp"} if met and "tp" not in spec.axes else set())
+    )
+    return {axis for axis in owed if drawn.mesh.sizes[axis] > 1}
 
 
 @st.composite
@@ -154,6 +168,7 @@ def test_what_is_done_to_gradients_is_the_transpose_of_what_is_done_to_parameter
     parts, norms, gathered = zip(*fp.run(main, drawn.mesh), strict=True)
     pulled = tree.flatten(fp.unshard([tree.unflatten(part) for part in parts], plan))
     for path, spec in plan.specs.items():
+        assert {debt.axis for debt in spec.owes if drawn.mesh.sizes[debt.axis] > 1} == debts(drawn, plan, path), path
         cotangents = {
             rank: torch.zeros(spec.local_shape(drawn.mesh))
             if path in drawn.silent
