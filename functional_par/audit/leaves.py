@@ -42,10 +42,29 @@ def diagnose(case: Case, single: Single, ranks: Ranks, wrong: Difference) -> Fin
         text = "The mean loss is not that of one process, though its sum and count are right on every rank."
         return Finding("differs", "loss", text, advice.LEAF, ratio=wrong.ratio, largest=wrong.largest)
     truth, spec = single.grads[path], case.plan.specs[path]
-    said = classify(case, truth, _grid(case, ranks, path), "tp" not in spec.sharded, f"The gradient of {path} is")
+    said = _of_stages(case, single, ranks, path) or classify(
+        case, truth, _grid(case, ranks, path), "tp" not in spec.sharded, f"The gradient of {path} is"
+    )
     owes = ", ".join(debt.axis for debt in spec.owes) or "nothing"
-    text = f"{said.text} It is right in every layer; it owes {owes}."
+    text = f"{said.text} It is right in every layer; by the plan it owes {owes}."
     return Finding(said.kind, path, text, advice.LEAF, axis=said.axis, ratio=said.ratio, largest=wrong.largest)
+
+
+def _of_stages(case: Case, single: Single, ranks: Ranks, path: str) -> Said | None:
+    """A leaf that several stages read, of which each has the gradient of its own layers alone."""
+    plan = case.plan
+    spec = plan.specs[path]
+    for rank, grads in enumerate(ranks.grads):
+        if len(spec.stages) > 1 and path in grads:
+            own = [layer.name for layer in plan.stage_layers(plan.mesh.coords(rank).pp) if path in layer.paths]
+            parts = [single.logs[name].params[path] for name in own if path in single.logs[name].params]
+            if not parts or not close(grads[path], cut(plan, spec, torch.stack(parts).sum(0), rank)):
+                return None
+    if len(spec.stages) < 2:
+        return None
+    stages = ", ".join(map(str, spec.stages))
+    text = f"Each of the stages {stages} has the gradient of its own layers alone: the sum is missing."
+    return Said("sum missing", text, advice.LEAF, "pp")
 
 
 def _grid(case: Case, ranks: Ranks, path: str) -> Grid:

@@ -51,10 +51,11 @@ def joins(whole: Tensor, grid: Grid, **fixed: str) -> Iterator[tuple[Layout, Ten
 
 
 def extra_term(whole: Tensor, grid: Grid, axis: str, terms: Mapping[str, Tensor]) -> str | None:
-    """The name of the value that is in the sum over an axis once a rank rather than once; None if none is."""
+    """The name of the value, other than the sum itself, that is in the sum once a rank rather than once; None if none is."""
     n = len(grid) if axis == "rows" else len(grid[0])
     if n == 1 or not whole.is_floating_point():
         return None
+    terms = {name: term for name, term in terms.items() if not close(term, whole)}
     for _, joined in joins(whole, grid, **{axis: "sum"}):
         for name, term in terms.items():
             for sign in (1, -1):

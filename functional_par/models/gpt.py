@@ -113,5 +113,5 @@ def gpt(
             ("head", ["norm", "head"], head),
         ],
         parts.token_loss(vocab),
-        parts.token_batch(seq_len),
+        parts.token_batch(vocab, seq_len),
     )

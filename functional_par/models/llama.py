@@ -100,5 +100,5 @@ def llama(
             ("head", ["norm", "head"], head),
         ],
         parts.token_loss(vocab),
-        parts.token_batch(seq_len),
+        parts.token_batch(vocab, seq_len),
     )

@@ -96,6 +96,6 @@ def token_loss(vocab: int) -> Any:
     return loss
 
 
-def token_batch(seq_len: int) -> dict[str, Input]:
+def token_batch(vocab: int, seq_len: int) -> dict[str, Input]:
     """The fields of a batch of token sequences."""
-    return {name: Input((None, seq_len), torch.int64) for name in ("tokens", "labels")}
+    return {name: Input((None, seq_len), torch.int64, high=vocab) for name in ("tokens", "labels")}
