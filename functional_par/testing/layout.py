@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
-from functional_par.errors import CompositionError, ModelError
+from functional_par.errors import CompositionError, ModelError, TraceError
 from functional_par.mesh import Mesh
 from functional_par.model import Model
 from functional_par.par import TensorParallelMode
@@ -13,7 +14,7 @@ from functional_par.program import Program, compose
 from functional_par.transforms import DPReduce, ShardTP, StagePP, Transform, dp_reduce, shard_tp, stage_pp, tie
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Layout:
     """How a model lies on ranks and how its step runs.
 
@@ -25,6 +26,8 @@ class Layout:
         engine: of ``program.step``.
 
     >>> layout = Layout(Mesh(dp=2, pp=2), microbatches=3, ties=(("head.weight", "embed.weight"),))
+    >>> layout
+    Layout(Mesh(pp=2, dp=2), microbatches=3, ties=(('head.weight', 'embed.weight'),))
     >>> len(layout.transforms())
     4
     >>> layout.pieces
@@ -40,6 +43,14 @@ class Layout:
     ties: tuple[tuple[str, ...], ...] = ()
     engine: str = "func"
 
+    def __repr__(self) -> str:
+        shown = (f.name for f in fields(self) if f.name != "mesh" and getattr(self, f.name) != f.default)
+        return f"Layout({', '.join([str(self.mesh), *(f'{name}={getattr(self, name)!r}' for name in shown)])})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """How hypothesis shows it."""
+        printer.text(repr(self))
+
     @property
     def pieces(self) -> int:
         """Of how many rows a global batch is a multiple: replicas times microbatches."""
@@ -48,8 +59,8 @@ class Layout:
     def transforms(self, *others: Transform) -> tuple[Transform, ...]:
         """The transforms of this layout, and ``others``. A ``shard_tp`` among the others says which dims are cut; of a
         ``stage_pp`` or a ``dp_reduce`` the layout has its own."""
-        dims = next((other.dims for other in others if isinstance(other, ShardTP)), shard_tp().dims)
-        shard = replace(shard_tp(self.mode, self.async_comm), dims=dims)
+        given = next((other for other in others if isinstance(other, ShardTP)), shard_tp())
+        shard = replace(given, mode=TensorParallelMode.parse(self.mode), async_comm=self.async_comm)
         kept = [other for other in others if not isinstance(other, (ShardTP, StagePP, DPReduce))]
         ties = [tie(*names) for names in self.ties]
         return (*ties, *kept, shard, stage_pp(self.schedule, self.microbatches, self.split), dp_reduce())
@@ -59,19 +70,26 @@ class Layout:
         return compose(*self.transforms(*others))(model)
 
 
-def refusal(model: Model, tp: int, mode: str, *others: Transform) -> str:
-    """Why the sizes of a model do not admit this tp in this mode, by a trace of the one stage; "" if they do. A wrong
-    collective is no matter of sizes: its TraceError is raised."""
+def refusal(model: Model, layout: Layout, *others: Transform) -> str:
+    """Why a model has no program in a layout for a matter of sizes, or because leaves that it ties are used too differently;
+    "" if it has one. Stages are left out.
+
+    Raises:
+        TraceError: if a collective is wrong, which is no matter of sizes.
+    """
     for other in others:
         model = other.on_model(model)
-    layout = Layout(Mesh(tp=tp), mode)
     try:
-        plan = Plan.start(model, layout.mesh, {})
+        plan = Plan.start(model, replace(layout.mesh, pp=1), {})
         for transform in layout.transforms(*others):
             if not isinstance(transform, StagePP):
                 plan = transform(plan)
         plan.trace()
     except (CompositionError, ModelError) as error:
+        return str(error)
+    except TraceError as error:
+        if not layout.ties:
+            raise
         return str(error)
     return ""
 
