@@ -104,9 +104,14 @@ def _lengths(bounds: Sequence[int]) -> tuple[int, ...]:
 
 
 def meshes(most: int, pp: Sequence[int] = (1, 2, 3), tp: Sequence[int] = (1, 2, 3, 4)) -> st.SearchStrategy[Mesh]:
-    """Meshes of at most so many ranks, all axes but cp."""
+    """Meshes of two ranks or more and at most so many, along all axes but cp."""
     found = [
-        Mesh(ep=e, pp=p, dp=d, tp=t) for e in (1, 2) for p in pp for d in (1, 2, 3) for t in tp if e * p * d * t <= most
+        Mesh(ep=e, pp=p, dp=d, tp=t)
+        for e in (1, 2)
+        for p in pp
+        for d in (1, 2, 3)
+        for t in tp
+        if 1 < e * p * d * t <= most
     ]
     return st.sampled_from(found)
 

@@ -20,7 +20,7 @@ TIES = (
 
 @st.composite
 def cases(draw):
-    layout = draw(layouts(meshes(8), microbatches=2))
+    layout = draw(layouts(meshes(6), microbatches=2))
     if layout.blocks > 1:
         layout = layout.but(ties=tuple(draw(st.lists(st.sampled_from(TIES), max_size=2, unique=True))))
     return layout
