@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-COLLECTIVES = ("tests/comm/test_collectives.py", "tests/trace/test_rules.py")
+COLLECTIVES = ("tests/properties/test_collectives.py", "tests/comm/test_collectives.py", "tests/trace/test_rules.py")
 LAYERS = ("tests/nn", "tests/properties", "tests/models")
 TRACE = ("tests/trace",)
 STEPS = ("tests/properties", "tests/test_step.py", "tests/test_layouts.py")
