@@ -98,6 +98,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Listen to errors and to matches, for as long as this pytest runs."""
     notes, patch = Notes(), pytest.MonkeyPatch()
     config.stash[_NOTES], config.stash[_OTHERS] = notes, []
+    if not hasattr(config, "workerinput") and (config.getoption("--raises-report") or _is_whole(config)):
+        config.stash[_SITES] = Package(ROOT).sites()  # of the source that is about to be imported
     config.add_cleanup(patch.undo)
     raises, match = pytest.raises, pytest.ExceptionInfo.match
 
@@ -121,6 +123,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 _NOTES = pytest.StashKey[Notes]()
 _OTHERS = pytest.StashKey[list[Note]]()
+_SITES = pytest.StashKey[tuple[Site, ...]]()
 _MISSED = pytest.StashKey[tuple[str, ...]]()
 
 
@@ -137,11 +140,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if hasattr(config, "workeroutput"):
         config.workeroutput["raises"] = [(note.pattern, note.message, note.made) for note in notes]
         return
-    report = config.getoption("--raises-report")
-    if not report and not (_is_whole(config) and exitstatus == 0):
-        return
-    found = missed(Package(ROOT).sites(), notes)
-    if report:
+    found = missed(config.stash.get(_SITES, ()), notes)
+    if report := config.getoption("--raises-report"):
         Path(report).write_text("".join(f"{line}\n" for line in found))
     if found and _is_whole(config) and exitstatus == 0:
         config.stash[_MISSED] = found
@@ -173,9 +173,14 @@ def missed(sites: Iterable[Site], notes: Iterable[Note]) -> tuple[str, ...]:
         patterns = {note.pattern for note in notes if site in touched[note]}
         if not patterns and not any(_is(site, *known) for known in UNREACHED):
             found.append(f"{site}: no test")
-        elif patterns and site.letters and not any(all(site in present[n] for n in fitting[p]) for p in patterns):
+        elif patterns and site.letters and not any(all(_alike(site, present[n]) for n in fitting[p]) for p in patterns):
             found.append(f"{site}: no words of its own in {', '.join(map(repr, sorted(patterns)))}")
     return tuple(found)
+
+
+def _alike(site: Site, others: Iterable[Site]) -> bool:
+    """One of the others is the site, or has just its words."""
+    return any(site.parts == other.parts for other in others)
 
 
 def _is(site: Site, file: str, words: str) -> bool:

@@ -12,7 +12,7 @@ from functional_par.par import RunPar, step_key
 
 from . import oracle
 
-ROWS, SEQ, VOCAB, STEPS, SEED, RATE, LR = 12, 8, 13, 3, 5, 0.1, 0.3
+ROWS, SEQ, VOCAB, STEPS, SEED, RATE, LR = 12, 8, 13, 2, 5, 0.1, 0.3
 
 
 def model_of(name, rate=RATE):

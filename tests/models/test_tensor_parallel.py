@@ -56,18 +56,23 @@ def reference(name):
     return loss, pull(torch.ones((), dtype=torch.float64))[0]
 
 
+@functools.cache
+def program(name, mode, async_comm=False):
+    return compose(shard_tp(mode=mode, async_comm=async_comm))(MODELS[name]())
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize(
     ("name", "async_comm"),
     [("gpt", True), ("gpt", False), ("llama", True), ("llama", False)]
     + [(name, True) for name in MODELS if "," in name]
     + [("gpt without biases", False)],
 )
-@pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
 def test_loss_and_gradients_on_tp_ranks_equal_one_process(name, tp, mode, async_comm):
-    model, mesh = MODELS[name](), Mesh(tp=tp)
+    model, mesh = program(name, mode, async_comm).model, Mesh(tp=tp)
     params, batch = noisy(model), batch_of(97, 12)
-    plan = compose(shard_tp(mode=mode, async_comm=async_comm))(model).plan(mesh)
+    plan = program(name, mode, async_comm).plan(mesh)
 
     def main(world):
         par = RunPar({("tp",): world.group("tp")}, plan.mode, plan.async_comm, batch)
@@ -88,10 +93,10 @@ def test_loss_and_gradients_on_tp_ranks_equal_one_process(name, tp, mode, async_
 @pytest.mark.parametrize("async_comm", [False, True])
 @pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
 def test_the_number_of_calls_is_the_closed_formula(name, mode, async_comm):
-    model = MODELS[name]()
+    model = program(name, mode, async_comm).model
     n = len(model.layers) - 2
     mesh, batch = Mesh(tp=2), batch_of(97, 12)
-    plan = compose(shard_tp(mode=mode, async_comm=async_comm))(model).plan(mesh)
+    plan = program(name, mode, async_comm).plan(mesh)
     params = noisy(model)
 
     def main(world):
@@ -120,7 +125,7 @@ def test_the_number_of_calls_is_the_closed_formula(name, mode, async_comm):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mode", ["ALL_REDUCE", "REDUCE_SCATTER"])
 def test_every_layer_type_checks_and_the_loss_is_the_same_on_every_rank(name, mode):
-    plan = compose(shard_tp(mode=mode))(MODELS[name]()).plan(Mesh(tp=4))
+    plan = program(name, mode).plan(Mesh(tp=4))
     trace = plan.trace()
     total, count = trace.layers[LOSS].output
     assert (total.value.axes, count.value.axes) == (frozenset(), frozenset())
