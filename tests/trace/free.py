@@ -7,7 +7,7 @@ as one joint function. Operations fit whatever shapes they get, so that a progra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,13 +74,33 @@ class Program:
         return {path for block in self.blocks for _, path in block.reads}
 
 
-def model_of(program: Program, anchors: list[Tensor] | None = None) -> Model:
+@dataclass
+class Anchors:
+    """Further uses of the activations on the way, which the loss of one rank adds up. A wrong cotangent then shows.
+
+    Attributes:
+        whole_only: leave out activations that differ along tp.
+        terms: what this call of the model has found so far.
+    """
+
+    whole_only: bool = False
+    terms: list[Tensor] = field(default_factory=list)
+
+    def use(self, y: Tensor, axes: tuple[str, ...], par: Any) -> None:
+        if "tp" in axes and self.whole_only:
+            return
+        y = (y * ramp(y)).sum() * 0.3
+        y = par.psum(y, "tp") if "tp" in axes else y
+        data = [axis for axis in axes if axis != "tp"]
+        self.terms.append(par.pvary(y, *data) if data else y)
+
+
+def model_of(program: Program, anchors: Anchors | None = None) -> Model:
     """The program as a model.
 
     Args:
         program: what to compute.
-        anchors: a list of this rank, which makes the loss also use every activation on the way, as another user of the same
-            value would: a wrong cotangent then shows.
+        anchors: of the rank that will call the model once; None for the program as it is.
     """
     tree: dict[str, Any] = {}
     for path in sorted(program.paths()):
@@ -91,7 +111,7 @@ def model_of(program: Program, anchors: list[Tensor] | None = None) -> Model:
     return Model(tree, layers, (dict(last.reads), loss_of(last, anchors)), FIELDS)
 
 
-def layer_of(block: Block, anchors: list[Tensor] | None) -> Callable[..., Any]:
+def layer_of(block: Block, anchors: Anchors | None) -> Callable[..., Any]:
     def layer(p: Any, x: Any, par: Any) -> dict[str, Tensor]:
         values = run(block, p, x, par, anchors)
         return {f"v{i}": values[at] for i, at in enumerate(block.returns)}
@@ -99,32 +119,26 @@ def layer_of(block: Block, anchors: list[Tensor] | None) -> Callable[..., Any]:
     return layer
 
 
-def loss_of(block: Block, anchors: list[Tensor] | None) -> Callable[..., Any]:
+def loss_of(block: Block, anchors: Anchors | None) -> Callable[..., Any]:
     def loss(p: Any, x: Any, par: Any) -> tuple[Tensor, int]:
         values = run(block, p, x, par, anchors)
         total = values[block.returns[0]].sum()
-        for anchor in anchors or ():
-            total = total + anchor
+        for term in anchors.terms if anchors else ():
+            total = total + term
         return total, len(par.batch["x"])
 
     return loss
 
 
-def run(block: Block, p: Any, x: Any, par: Any, anchors: list[Tensor] | None) -> list[Tensor]:
+def run(block: Block, p: Any, x: Any, par: Any, anchors: Anchors | None) -> list[Tensor]:
     """All values of a block, those that enter it first."""
     values = [x[key] for key in sorted(x) if key.startswith("v")]
     for op in block.ops:
         y = OPERATIONS[op.kind](op, [values[i] for i in op.args], p, par)
         values.append(y)
         if anchors is not None and op.anchor is not None:
-            anchors.append(anchored((y * ramp(y)).sum() * 0.3, op.anchor, par))
+            anchors.use(y, op.anchor, par)
     return values
-
-
-def anchored(y: Tensor, axes: tuple[str, ...], par: Any) -> Tensor:
-    y = par.psum(y, "tp") if "tp" in axes else y
-    data = [axis for axis in axes if axis != "tp"]
-    return par.pvary(y, *data) if data else y
 
 
 def ramp(x: Tensor) -> Tensor:

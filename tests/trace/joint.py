@@ -43,11 +43,13 @@ class Joint:
 
 @dataclass(frozen=True)
 class Call:
-    """One collective: its name, its axes, and those along which all ranks handed in the same numbers."""
+    """One collective: its name, its axes, those along which all ranks handed in the same numbers, and whether these have a
+    derivative."""
 
     name: str
     axes: tuple[str, ...]
     same: frozenset[str]
+    grad: bool
 
 
 class Meeting:
@@ -128,7 +130,8 @@ class JointPar(Par):
         if any(entry[:2] != (name, merged) for entry in held):
             raise RuntimeError(f"ranks met in different collectives: {[entry[:2] for entry in held]}")
         xs = [entry[2] for entry in held]
-        self.calls.append(Call(name, merged, frozenset(axis for axis in merged if same_along(self.mesh, xs, axis))))
+        same = frozenset(axis for axis in merged if same_along(self.mesh, xs, axis))
+        self.calls.append(Call(name, merged, same, x.requires_grad))
         return [xs[rank] for rank in self.mesh.group(*merged, rank=self.rank)]
 
     def psum(self, x: Tensor, *axes: str) -> Tensor:

@@ -20,7 +20,7 @@ from functional_par.par import RunPar
 from functional_par.plan import Plan
 from functional_par.shards import cut
 from functional_par.transforms.base import Transform
-from tests.trace.free import Program, model_of
+from tests.trace.free import Anchors, Program, model_of
 from tests.trace.harness import batch_of
 from tests.trace.joint import Call, Joint, arranged, evaluate, joint, piece, share, whole_leaves
 
@@ -86,8 +86,7 @@ def accepted_though_wrong(built: Any, mesh: fp.Mesh, batch: Mapping[str, Tensor]
 
 def refused_though_right(program: Program, plan: Plan, batch: Mapping[str, Tensor], error: TraceError) -> str:
     """Why a refusal is not borne out by the numbers; "" if it is."""
-    anchors: list[list[Tensor]] = [[] for _ in range(plan.mesh.size)]
-    truth = joint(plan, batch, lambda rank: model_of(program, anchors[rank]))
+    truth = joint(plan, batch, lambda rank: model_of(program, Anchors()))
     if isinstance(error, SuperfluousCollective) and is_true(str(error), truth.calls):
         return ""
     return "" if numbers_are_wrong(program, plan, batch, truth) else f"refused, but the numbers are right: {error}"
@@ -105,7 +104,7 @@ def is_true(message: str, calls: Sequence[Call]) -> bool:
         return False
     name, axes, differs = found[1], set(found[2].split(" and ")), "differs" in found[3]
     named = [call for call in calls if call.name == name and axes <= set(call.axes)]
-    return any(not axes & call.same if differs else axes <= call.same for call in named)
+    return any(not (axes & call.same and call.grad) if differs else axes <= call.same for call in named)
 
 
 def numbers_are_wrong(program: Program, plan: Plan, batch: Mapping[str, Tensor], truth: Joint) -> bool:
@@ -131,7 +130,7 @@ def unchecked(
         rows, first = share(plan, batch, world.rank)
         groups = {axes: world.group(*axes) for axes in (("dp",), ("tp",), ("dp", "tp"))}
         par = RunPar({axes: group for axes, group in groups.items() if group.size > 1}, batch=rows, first_row=first)
-        loss = evaluate(model_of(program, [] if anchored else None), own, par) / count
+        loss = evaluate(model_of(program, Anchors() if anchored else None), own, par) / count
         grads = torch.autograd.grad(loss, list(own.values()), allow_unused=True, materialize_grads=True)
         return dict(zip(own, grads, strict=True))
 
