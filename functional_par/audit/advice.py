@@ -5,9 +5,6 @@ from __future__ import annotations
 DIFFERS = (
     "the function so that each rank has a part of the single-process result, or a term of a sum that par.psum adds."
 )
-DIMS = (
-    "the same dim on both sides: par.all_to_all moves one, or name the dims of the leaves so that tp cuts them alike."
-)
 PADDING = (
     "a mask before the reduction: entries at par.axis_index('tp') * local + i >= the global size are padding (for a loss, "
     "fp.nn.cross_entropy(..., vocab=...) does it), or a size that tp divides."
@@ -25,6 +22,7 @@ ROWS = (
     "a result for each row that needs no other row of its microbatch. In the loss return (sum, count) of the terms, not their "
     "mean: the step divides by the global count."
 )
+PER_PIECE = "return total + count * term, count: then the mean loss has the term once, however the batch is cut."
 APART = (
     "local sizes, such as n_heads // par.size('tp'), and in fp.Param one dim for each thing that is taken apart ('three heads "
     "head embed', of which tp cuts heads)."
@@ -53,10 +51,6 @@ def lost(name: str) -> str:
     return f"{short(name)} undivided where it is added after the sum; divide by par.size('tp') only what goes into par.psum."
 
 
-def per_piece(name: str) -> str:
-    return f"return total + count * term, count: then the mean loss has {short(name)} once, however the batch is cut."
-
-
 def reduced(name: str, dim: int) -> str:
     if name in ("softmax", "log_softmax", "logsumexp", "cross_entropy", "nll_loss"):
         return (
@@ -81,4 +75,6 @@ def times(factor: float) -> str:
 
 
 def short(name: str) -> str:
-    return name.split(" at ")[0].removeprefix("leaf ")
+    if name.startswith("leaf "):
+        return name.removeprefix("leaf ")
+    return "x" if name == "the layer's input" else "that value"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -87,10 +88,20 @@ def _case(program: Program, mesh: Mesh, batch: Mapping[str, Tensor] | None, seed
     """What is run, and notes on what was made up."""
     plan = program.plan(mesh)
     check_size(plan.model)
+    given = None if batch is None else given_batch(batch)
+    check_work(plan, given)
     params = parameters(plan.model, seed)
-    own, notes = made_up_batch(plan, params, seed) if batch is None else (given_batch(batch), [])
-    check_work(plan, own)
-    return Case(plan, params, own, seed), notes
+    own, notes = made_up_batch(plan, params, seed) if given is None else (given, [])
+    case = Case(plan, params, own, seed)
+    return replace(case, guilty=lambda axis: _goes_wrong_along(program, case, axis)), notes
+
+
+def _goes_wrong_along(program: Program, case: Case, axis: str) -> bool:
+    """Whether loss or gradients differ on the mesh that has this axis alone."""
+    sizes = {} if axis == "microbatches" else {axis: getattr(case.plan.mesh, axis)}
+    plan = program.plan(Mesh(**sizes))
+    own = replace(case, plan=plan if axis == "microbatches" else replace(plan, microbatches=1))
+    return bool(leaves.differences(own, single(own), ranks(own)))
 
 
 def _without_maps(program: Program) -> tuple[Program, list[str]]:

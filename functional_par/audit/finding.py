@@ -13,7 +13,6 @@ Kind = Literal[
     "reduced over a cut dim",
     "look-up in a cut table",
     "cut dim taken apart",
-    "dims do not match",
     "wrong dim",
     "first chunk on every rank",
     "padding",

@@ -58,8 +58,20 @@ def make_finding(case: Case, layer: str, said: Said, largest: float, place: str 
     plan = case.plan
     fn = next((each.fn for each in plan.model.all_layers if each.name == layer), None)
     also = tuple(each.name for each in plan.model.layers if each.fn is fn and each.name != layer)
-    stage = plan.stage_of.get(layer)
-    return Finding(said.kind, what, said.text, said.advice, layer, stage, place, said.axis, said.ratio, largest, also)
+    text = f"The {said.text[4:]}" if said.text.startswith("the ") else said.text
+    return Finding(
+        kind=said.kind,
+        what=what,
+        text=text,
+        advice=said.advice,
+        layer=layer,
+        stage=plan.stage_of.get(layer),
+        place=place,
+        axis=said.axis,
+        ratio=said.ratio,
+        largest=largest,
+        also=also,
+    )
 
 
 def _told(case: Case, story: Story, index: int, layer: str) -> Finding:
@@ -67,7 +79,7 @@ def _told(case: Case, story: Story, index: int, layer: str) -> Finding:
     if at is None:
         raise RuntimeError("an operation without a counterpart cannot be a root")
     inputs = tuple(moment for _, moment in story.inputs(index))
-    own = {label(moment.node): moment.whole for moment in inputs}
+    own = {label(moment.node, at.node.place): moment.whole for moment in inputs}
     scene = Scene(case, at, inputs, own | story.floats_before(index))
     for rule in RULES:
         if (said := rule(scene)) is not None:

@@ -36,9 +36,16 @@ def factor_of(whole: Tensor, grid: Grid) -> float | None:
                 continue
             joined = join(grid, layout, whole.shape)
             factor = None if joined is None else ratio(joined, whole)
-            if factor is not None:
+            if factor is not None and (whole.numel() > 1 or _is_telling(factor)):
                 return factor
     return None
+
+
+def _is_telling(factor: float) -> bool:
+    """Whether it is a small integer, or one over it: of a single number any factor is some factor."""
+    return any(
+        abs(abs(f) - round(abs(f))) < LINEAR_ENOUGH and abs(f) < 100 for f in (factor, 1 / factor if factor else 0.0)
+    )
 
 
 def joins(whole: Tensor, grid: Grid, **fixed: str) -> Iterator[tuple[Layout, Tensor]]:
@@ -122,20 +129,18 @@ def largest_difference(whole: Tensor, grid: Grid, same: bool = False) -> float:
     return max(largest_difference(whole, each) for each in alone)
 
 
-def named_factor(factor: float, plan: Plan) -> str:
-    """The factor with what it may come from: ``"tp=2 times"``."""
-    mesh, m = plan.mesh, plan.microbatches
-    sizes = {f"{axis}={n}": n for axis, n in mesh.sizes.items() if n > 1 and axis != "pp"}
-    sizes |= {f"{m} microbatches": m} if m > 1 else {}
-    if plan.replicas > 1 and m > 1:
-        sizes[f"{plan.replicas} replicas * {m} microbatches"] = plan.replicas * m
-    if mesh.tp > 1 and plan.replicas > 1:
-        sizes[f"tp={mesh.tp} * {plan.replicas} replicas"] = mesh.tp * plan.replicas
-    up = [name for name, n in sizes.items() if abs(factor - n) < 1e-6]
-    down = [name for name, n in sizes.items() if abs(factor - 1 / n) < 1e-6]
-    if up:
-        return f"{factor:.4g} times ({' or '.join(up)})"
-    return f"{factor:.4g} times (1 / {' or 1 / '.join(down)})" if down else f"{factor:.4g} times"
+def axes_of_factor(factor: float, plan: Plan) -> tuple[str, ...]:
+    """The axes, of which the microbatches are one, whose size is the factor, or one over it."""
+    sizes = {**plan.mesh.sizes, "microbatches": plan.microbatches}
+    up = factor if abs(factor) > 1 else 1 / factor
+    return tuple(axis for axis, n in sizes.items() if n > 1 and axis != "pp" and abs(up - n) < LINEAR_ENOUGH * n)
+
+
+def named_factor(factor: float, plan: Plan, axes: Sequence[str]) -> str:
+    """The factor with the axes that it comes from: ``"2 times (tp=2)"``."""
+    sizes = {**plan.mesh.sizes, "microbatches": plan.microbatches}
+    names = [f"{'1 / ' if abs(factor) < 1 else ''}{axis}={sizes[axis]}" for axis in axes]
+    return f"{factor:.4g} times" + (f" ({' or '.join(names)})" if names else "")
 
 
 def _is_multiple(error: Tensor, term: Tensor, factor: float) -> bool:

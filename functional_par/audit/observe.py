@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,10 @@ from functional_par.step import Step
 Flat = Mapping[str, Tensor]
 
 
+def _always(axis: str) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Case:
     """What is run.
@@ -30,12 +34,14 @@ class Case:
         params: whole leaves by path, float64.
         batch: the global batch.
         seed: of the step's random numbers.
+        guilty: whether the program goes wrong along one axis alone (``"microbatches"`` is one); it may take a run to know.
     """
 
     plan: Plan
     params: Flat
     batch: Flat
     seed: int
+    guilty: Callable[[str], bool] = _always
 
     @property
     def pieces(self) -> int:

@@ -24,6 +24,9 @@ MOST_PARAMETERS = 4_000_000
 MOST_WORK = 2e10
 """Floating-point operations of one forward on all rows; a few times this is done, on one process."""
 
+ROWS = 2
+"""Rows of each piece of a batch that is made up."""
+
 NOISE = 0.5
 """Of a weight's rows, in norm; a tenth of it for leaves of one dim."""
 
@@ -50,18 +53,34 @@ def check_size(model: Model) -> None:
         )
 
 
-def check_work(plan: Plan, batch: Mapping[str, Tensor]) -> None:
-    """ModelError for a batch on which one forward would take minutes."""
-    rows, pieces = len(next(iter(batch.values()))), plan.replicas * plan.microbatches
-    shapes = {name: ((max(rows // pieces, 1), *x.shape[1:]), x.dtype) for name, x in batch.items()}
+def check_work(plan: Plan, batch: Mapping[str, Tensor] | None) -> None:
+    """ModelError for a batch, None for one that is made up, on which one forward would take minutes."""
+    pieces = plan.replicas * plan.microbatches
+    if batch is None:
+        shapes = {
+            name: ((ROWS, *(_open_size(plan) if n is None else n for n in given.shape[1:])), _wide(given.dtype))
+            for name, given in (plan.model.batch or {}).items()
+        }
+    else:
+        shapes = {name: ((max(len(x) // pieces, 1), *x.shape[1:]), x.dtype) for name, x in batch.items()}
     traced = plan.trace(shapes, torch.float64)
     work = sum(layer.work for layer in traced.layers.values()) * pieces * plan.mesh.tp
     if work > MOST_WORK:
+        rows = pieces * next(iter(shapes.values()))[0][0]
         raise ModelError(
             f"audit: one forward of {rows} rows takes about {work:.1e} operations on all ranks, at most {MOST_WORK:.0e} are "
             "done. Build the model with fewer layers, smaller dims and shorter sequences, or pass a smaller batch=...: "
             "mistakes do not depend on the size."
         )
+
+
+def _open_size(plan: Plan) -> int:
+    """The size of dims that the model leaves open; tp divides it."""
+    return max(4, 2 * plan.mesh.tp * plan.mesh.cp)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype
 
 
 def given_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -76,8 +95,7 @@ def made_up_batch(plan: Plan, params: Mapping[str, Tensor], seed: int) -> tuple[
 
     Labels, where the model ignores those of -100, are uneven: some rows have all, some half, one none.
     """
-    rows = 2 * plan.replicas * plan.microbatches
-    size = max(4, 2 * plan.mesh.tp * plan.mesh.cp)
+    rows, size = ROWS * plan.replicas * plan.microbatches, _open_size(plan)
     kept = tuple((2, 1, 1, 0, 2, 1)[i % 6] for i in range(rows))
     model, notes = _with_ranges(plan.model, params, size, seed)
     # A model that counts in its own way may ignore labels of -100 too: it is tried.

@@ -12,6 +12,7 @@ from functional_par.audit.finding import Kind
 from functional_par.audit.layout import Grid
 from functional_par.audit.numbers import (
     another_order,
+    axes_of_factor,
     extra_term,
     factor_of,
     first_chunk,
@@ -57,6 +58,10 @@ class Scene:
     def called(self) -> str:
         return operation(self.at.node)
 
+    def label(self, given: Moment) -> str:
+        """What to call an input in a sentence about the operation."""
+        return label(given.node, self.at.node.place)
+
     def cut(self, axis: str) -> list[tuple[Moment, int]]:
         """The inputs that are cut along an axis, and in which dim."""
         found = []
@@ -85,23 +90,20 @@ def _extra_term(scene: Scene) -> Said | None:
         text = (
             f"{name}, the same for every row, is added once for each of {pieces(scene.case)}, which the step adds up."
         )
-        return Said("added for every piece of the batch", text, advice.per_piece(name), "rows")
+        return Said("added for every piece of the batch", text, advice.PER_PIECE, "rows")
     return None
 
 
 def _mixed(scene: Scene) -> Said | None:
-    """A sum of a partial sum and of something else, of which no term of the layer accounts."""
+    """A sum of a partial sum and of a multiple of something else."""
     if scene.name not in ("add", "sub", "lerp", "addcmul"):
         return None
     partial, others = scene.partial("tp"), [m for m in scene.inputs if getattr(m.layout, "tp", None) != "sum"]
-    if partial and others:
-        text = f"{label(others[0].node)} is added to {label(partial[0].node)}, which is a partial sum over tp."
-        return Said("added before the sum", text, advice.added(label(others[0].node)), "tp")
-    dims = {lie for _, lie in scene.cut("tp")}
-    if len(dims) > 1:
-        text = f"{scene.called} of values that tp cuts in different dims: {' and '.join(map(str, sorted(dims)))}."
-        return Said("dims do not match", text, advice.DIMS, "tp")
-    return None
+    if not partial or not others:
+        return None
+    other = scene.label(others[0])
+    text = f"{other} is added to {scene.label(partial[0])}, which is a partial sum over tp."
+    return Said("added before the sum", text, advice.added(other), "tp")
 
 
 def _padding(scene: Scene) -> Said | None:
@@ -140,7 +142,7 @@ def _look_up(scene: Scene) -> Said | None:
     ids = [m for m in scene.inputs if not m.whole.is_floating_point()]
     if scene.name not in LOOKING_UP or not tables or (not ids and len(scene.at.node.inputs) < 2):
         return None
-    text = f"{scene.called} in {label(tables[0][0].node)}, of which each rank of tp has a part (dim {tables[0][1]})."
+    text = f"{scene.called} in {scene.label(tables[0][0])}, of which each rank of tp has a part (dim {tables[0][1]})."
     return Said("look-up in a cut table", text, advice.LOOK_UP, "tp")
 
 
@@ -168,9 +170,11 @@ def _said_reduced(scene: Scene, axis: str, dim: int) -> Said:
 def _not_linear(scene: Scene) -> Said | None:
     if scene.name.startswith("par."):
         return None
+    if scene.name in ("mul", "div", "truediv") and factor_of(scene.at.whole, scene.at.grid) is not None:
+        return None  # by a number
     for axis in ("tp", "rows"):
         if partial := scene.partial(axis):
-            what = label(partial[0].node)
+            what = scene.label(partial[0])
             over = "tp" if axis == "tp" else pieces(scene.case)
             text = f"{scene.called} is not linear, and {what} is a partial sum over {over}."
             kind: Kind = "partial sum in a non-linear function" if axis == "tp" else "depends on the other rows"
@@ -182,7 +186,7 @@ def _taken_apart(scene: Scene) -> Said | None:
     if scene.name not in APART:
         return None
     for given, dim in scene.cut("tp"):
-        text = f"{scene.called} takes {label(given.node)} apart as if it were whole; tp cuts its dim {dim}."
+        text = f"{scene.called} takes {scene.label(given)} apart as if it were whole; tp cuts its dim {dim}."
         return Said("cut dim taken apart", text, advice.APART, "tp")
     return None
 
@@ -202,12 +206,16 @@ def of_numbers(case: Case, whole: Tensor, grid: Grid, called: str = "It") -> Sai
 
 def factor_said(case: Case, factor: float, who: str) -> Said:
     """A value that is wrong by a factor."""
-    text = f"{who} {named_factor(factor, case.plan)} what it should be."
     if abs(factor) < 1e-9:
         return Said("zero", f"{who} zero, though it should not be.", advice.ZERO, "", 0.0)
     if abs(factor + 1) < 1e-6:
         return Said("sign", f"{who} the right numbers with the wrong sign.", advice.SIGN, "", factor)
-    return Said("n times" if abs(factor) > 1 else "1/n", text, advice.times(factor), "", factor)
+    axes = axes_of_factor(factor, case.plan)
+    if len(axes) > 1:
+        axes = tuple(axis for axis in axes if case.guilty(axis)) or axes
+    axis = "" if not axes or (len(axes) > 1 and "tp" in axes) else "tp" if axes == ("tp",) else "rows"
+    text = f"{who} {named_factor(factor, case.plan, axes)} what it should be."
+    return Said("n times" if abs(factor) > 1 else "1/n", text, advice.times(factor), axis, factor)
 
 
 def pieces(case: Case) -> str:
@@ -223,8 +231,8 @@ RULES: tuple[Callable[[Scene], Said | None], ...] = (
     _wrong_dim,
     _look_up,
     _reduced,
-    _not_linear,
     _mixed,
+    _not_linear,
     _taken_apart,
     _numbers,
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from functional_par.audit.layout import Grid, Layout, find
 from functional_par.audit.record import Key, LayerLog, Node, by_key
+from functional_par.trace.place import Place
 
 
 @dataclass(frozen=True)
@@ -102,22 +103,23 @@ class Story:
     def floats_before(self, index: int) -> dict[str, Tensor]:
         """The layer's values up to an operation, in the single process, by what to call them: its leaves and inputs first."""
         named: dict[str, Tensor] = {}
+        near = self.first.nodes[index].place
         for node in self.first.nodes[:index]:
             whole = self.single.get(node.key)
             if whole is not None and whole.value is not None and whole.value.is_floating_point():
-                named.setdefault(label(node), whole.value)
+                named.setdefault(label(node, near), whole.value)
         return named
 
 
-def label(node: Node) -> str:
-    """What to call a value in a sentence."""
+def label(node: Node, near: Place) -> str:
+    """What to call a value in a sentence about another line, or the same."""
     if node.name.startswith("leaf "):
         return f"leaf {node.name.removeprefix('leaf ')}"
     if node.name.startswith("batch "):
         return f"par.batch[{node.name.removeprefix('batch ')!r}]"
     if node.name == "input":
         return "the layer's input"
-    return f"{operation(node)} at {node.place}"
+    return f"the result of {operation(node)}" + ("" if node.place == near else f" at {node.place}")
 
 
 def operation(node: Node) -> str:

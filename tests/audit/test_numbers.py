@@ -31,6 +31,14 @@ def test_a_factor_is_found_in_every_layout(lie):
     assert numbers.ratio(WHOLE, torch.zeros_like(WHOLE)) is None
 
 
+def test_a_single_number_has_a_telling_factor_or_none():
+    one = torch.ones((), dtype=torch.float64)
+    assert numbers.factor_of(one, [[one * 3]]) == pytest.approx(3.0)
+    assert numbers.factor_of(one, [[one / 4]]) == pytest.approx(0.25)
+    assert numbers.factor_of(one, [[one * 0.0]]) == 0.0
+    assert numbers.factor_of(one, [[one * 1.7]]) is None
+
+
 def test_a_term_that_every_rank_adds_is_named():
     bias = normal(8, seed=9)
     grid = [[part + bias for part in spread(WHOLE, "sum", 3, 1)]]
@@ -56,20 +64,21 @@ def test_another_order_is_found():
     assert not numbers.another_order(WHOLE, [[a, 2 * b]])
 
 
-def test_a_factor_is_named_after_the_sizes_that_it_may_come_from():
-    plan = case(fp.Mesh(dp=2, tp=4), 3).plan
-    assert numbers.named_factor(4.0, plan) == "4 times (tp=4)"
-    assert numbers.named_factor(0.5, plan) == "0.5 times (1 / dp=2)"
-    assert numbers.named_factor(6.0, plan) == "6 times (2 replicas * 3 microbatches)"
-    assert numbers.named_factor(1 / 8, plan) == "0.125 times (1 / tp=4 * 2 replicas)"
-    assert numbers.named_factor(1.7, plan) == "1.7 times"
+def test_a_factor_is_named_after_the_axes_whose_size_it_is():
+    plan = case(fp.Mesh(dp=2, tp=4), 4).plan
+    assert numbers.axes_of_factor(4.0, plan) == ("tp", "microbatches")
+    assert numbers.axes_of_factor(0.5, plan) == ("dp",)
+    assert numbers.axes_of_factor(1.7, plan) == ()
+    assert numbers.named_factor(4.0, plan, ("tp", "microbatches")) == "4 times (tp=4 or microbatches=4)"
+    assert numbers.named_factor(0.5, plan, ("dp",)) == "0.5 times (1 / dp=2)"
+    assert numbers.named_factor(1.7, plan, ()) == "1.7 times"
 
 
 @pytest.mark.parametrize(
     ("grid", "kind", "axis"),
     [
-        (parts("same", scale=2.0), "n times", ""),
-        (parts("same", scale=0.5), "1/n", ""),
+        (parts("same", scale=2.0), "n times", "tp"),
+        (parts("same", scale=1 / 3), "1/n", ""),
         (parts("same", scale=-1.0), "sign", ""),
         (parts("same", scale=0.0), "zero", ""),
         (parts("sum"), "sum missing", "tp"),

@@ -175,6 +175,12 @@ def residual_in_the_sum(p, x, par):
     return par.psum(y, "tp")
 
 
+@in_layer("added before the sum", bias=BIAS, **MLP)
+def multiple_of_a_bias_in_the_sum(p, x, par):
+    y = torch.add(up(p, x, par).tanh() @ p["down"].T, p["bias"], alpha=2)  # here
+    return x + par.psum(y, "tp")
+
+
 @in_layer("1/n", bias=BIAS, **MLP)
 def bias_divided_by_tp_after_the_sum(p, x, par):
     y = down(p, up(p, x, par).tanh(), par)
@@ -418,6 +424,13 @@ def penalty_for_every_microbatch(p, x, par):
     total, count = whole_loss({}, x, par)
     penalty = 3.0 * p["weight"].square().sum()
     return total + penalty, count  # here
+
+
+@in_loss("depends on the other rows", mesh=DP)
+def square_of_the_sum(p, x, par):
+    total, count = whole_loss(p, x, par)
+    s = x.square().sum() * 0.01
+    return total + s * s, count  # here
 
 
 @in_loss("n times", mesh=fp.Mesh(dp=3))
