@@ -10,14 +10,14 @@ from functional_par.testing.suites import default_examples, suite
 
 
 def chosen(name: str) -> type:
-    """The suite of the model that ``name`` says, ``"package.module:name"``, or for "" of models drawn; these with a fifth of
+    """The suite of the model that ``name`` says, ``"package.module:name"``, or for "" of models drawn; these with a tenth of
     the examples, since the library has tests of its own.
 
     Raises:
         ConfigError: if there is nothing of that name.
     """
     if not name:
-        return suite(models(), max_examples=max(1, default_examples() // 5))
+        return suite(models(), max_examples=max(1, default_examples() // 10))
     module, _, attribute = name.partition(":")
     if not (module and attribute):
         raise ConfigError(f"model {name!r}: give it as package.module:name, an fp.Model or a function that makes one.")

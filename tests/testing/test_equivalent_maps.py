@@ -1,0 +1,33 @@
+"""Programs with maps of their own on gradients and updates are compared with themselves on one rank."""
+
+from __future__ import annotations
+
+import pytest
+
+import functional_par as fp
+from functional_par.testing import assert_equivalent
+from tests.toys import small_llama
+
+MESH = fp.Mesh(dp=2, tp=2)
+RANKS = (fp.shard_tp("REDUCE_SCATTER"), fp.dp_reduce())
+
+
+def clip(grad, leaf):
+    return grad * (0.1 / leaf.norm(grad)).clamp(max=1.0)
+
+
+def of_the_block(grad, leaf):
+    """By the number of rows of this rank's block, which no type can tell from a number of the leaf."""
+    return grad / grad.shape[0]
+
+
+def test_a_map_that_every_layout_computes_alike_is_equivalent():
+    own = (fp.on_reduced_gradients(clip), fp.on_updates(lambda update, leaf: 0.5 * update))
+    program = fp.compose(*own, *RANKS)(small_llama())
+    assert_equivalent(program, MESH, steps=2, optimizer=fp.optim.adamw(lr=0.1))
+
+
+def test_a_map_that_depends_on_the_layout_is_not():
+    program = fp.compose(fp.on_reduced_gradients(of_the_block, "*.mlp.up.weight"), *RANKS)(small_llama())
+    with pytest.raises(AssertionError, match=r"gradient of blocks\.0\.mlp\.up\.weight: off by .*, 2 times"):
+        assert_equivalent(program, MESH)
