@@ -39,7 +39,7 @@ def diagnose(case: Case, single: Single, ranks: Ranks, wrong: Difference) -> Fin
     """A gradient that is right in every layer and wrong after the sums over ranks."""
     path = wrong.what
     if path == "loss":
-        text = "The mean loss is not that of one process, though its sum and count are right on every rank."
+        text = "The mean loss is not that of one process, though the layers are right on every rank."
         return Finding("differs", "loss", text, advice.LEAF, ratio=wrong.ratio, largest=wrong.largest)
     truth, spec = single.grads[path], case.plan.specs[path]
     said = _of_stages(case, single, ranks, path) or classify(

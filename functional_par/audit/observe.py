@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ from functional_par.audit.instrument import instrument, instrument_plan
 from functional_par.audit.layout import Grid
 from functional_par.audit.record import LayerLog, Recorder
 from functional_par.comm.base import World
+from functional_par.errors import NonFiniteError
 from functional_par.par import RunPar, step_key
 from functional_par.plan import Plan
 from functional_par.run import run
@@ -65,7 +67,8 @@ class Single:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks: the loss, gradients after all sums by rank and path, and ``logs[layer][piece][tp]``."""
+    """The ranks: the loss, gradients after all sums by rank and path, and ``logs[layer][piece][tp]``. Where the loss or the
+    gradient norm is not a finite number the loss is not a number, and there are no gradients."""
 
     loss: Tensor
     grads: tuple[Flat, ...]
@@ -73,12 +76,21 @@ class Ranks:
 
 
 def single(case: Case, deep: frozenset[str] = frozenset()) -> Single:
-    """The plain function, kernels by their definitions."""
+    """The plain function, kernels by their definitions.
+
+    Raises:
+        NonFiniteError: its loss is not a finite number.
+    """
     plan, recorder = case.plan, Recorder(deep, keeps_arguments=True)
     model = instrument(plan.model, recorder)
     par = RunPar(batch=case.batch, mode=plan.mode, fast=False, key=step_key(case.seed, 0))
     leaves = {p: x.clone().requires_grad_(model.leaves[p].trainable) for p, x in case.params.items()}
     loss = model(tree.unflatten(leaves), case.batch, par)
+    if not loss.isfinite():
+        raise NonFiniteError(
+            f"audit: in one process the mean loss is {loss.item()}, so there is nothing to compare with. Pass batch=... with "
+            "values that the model is made for."
+        )
     wanted = {path: x for path, x in leaves.items() if x.requires_grad}
     grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True, materialize_grads=True)
     logs = {layer: log for (layer, _), log in recorder.logs.items()}
@@ -99,7 +111,10 @@ def ranks(case: Case, deep: frozenset[str] = frozenset(), fast: bool = True) -> 
         step = Step(own, world, optim.sgd(lr=1.0), dtype=torch.float64, engine="tape")
         step.par = replace(step.par, fast=fast)
         state = step.load(whole, seed=case.seed)
-        after, metrics = step(state, case.batch)
+        try:
+            after, metrics = step(state, case.batch)
+        except NonFiniteError:  # on all ranks alike; what they recorded tells where
+            return math.nan, {}
         before, moved = state.flat, after.flat
         return metrics["loss"], {p: before[p] - moved[p] for p in before if plan.specs[p].trainable}
 

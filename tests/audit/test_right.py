@@ -74,6 +74,11 @@ def test_adapters_are_right_though_their_second_factor_starts_at_zero():
         ok(program(language_model(right_mlp, MLP), lora), mesh)
 
 
+def test_other_data_axes_and_uneven_stages_are_right():
+    own = fp.compose(fp.shard_tp(), fp.stage_pp(microbatches=3, split=[1, 4]), fp.dp_reduce())(toys.odd())
+    ok(own, fp.Mesh(ep=2, pp=2, dp=2))
+
+
 def test_maps_on_gradients_are_left_out_and_named():
     rough = fp.on_local_gradients(lambda g, leaf: leaf.psum(g.bfloat16(), *leaf.owes).to(g.dtype), name="rough")
     audit = ok(program(language_model(right_mlp, MLP), rough), fp.Mesh(dp=2))
