@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.trace.free import CUT, LEAVES, Block, Op, Program
+from tests.trace.free import CUT, FROZEN, LEAVES, Block, Op, Program
 
 NONE: frozenset[str] = frozenset()
 
@@ -95,7 +95,7 @@ class Drawing:
 
     def leaf(self, name: str) -> int:
         cut = frozenset({"tp"} & set(self.axes)) if name in CUT else NONE
-        return self.push(Op("leaf", leaf=name), Guess(cut, NONE, grad=True))
+        return self.push(Op("leaf", leaf=name), Guess(cut, NONE, grad=name not in FROZEN))
 
 
 SAME = ["pvary", "slice", "take"]
@@ -123,7 +123,19 @@ def communicate(d: Drawing) -> None:
 
 
 UNARY = ["tanh", "sine", "detached", "rounded", "turned"]
-BINARY = ["add", "add", "multiply", "multiply", "choose", "compare", "written", "product_of_values", "joined"]
+BINARY = [
+    "add",
+    "add",
+    "multiply",
+    "multiply",
+    "choose",
+    "compare",
+    "picked",
+    "own",
+    "written",
+    "product_of_values",
+    "joined",
+]
 
 
 def compute(d: Drawing) -> None:

@@ -27,10 +27,13 @@ LEAVES: dict[str, Callable[[], fp.Param]] = {
     "down": lambda: param(EMBED, EMBED, dims="embed ffn"),
     "t": lambda: param(5, EMBED, dims="rows embed"),
     "v": lambda: param(5, EMBED, dims="vocab embed"),
+    "f": lambda: param(EMBED, trainable=False),
+    "z": lambda: param(EMBED, dims="ffn", trainable=False),
 }
-"""The leaves of each layer: whole vectors, matrices and tables, and cut ones."""
+"""The leaves of each layer: whole vectors, matrices and tables, cut ones, and frozen ones of both kinds."""
 
-CUT = {"s", "up", "down", "v"}
+CUT = {"s", "up", "down", "v", "z"}
+FROZEN = {"f", "z"}
 
 
 @dataclass(frozen=True)
@@ -239,6 +242,35 @@ def choose(op: Op, xs: list[Tensor], p: Any, par: Any) -> Tensor:
 def compare(op: Op, xs: list[Tensor], p: Any, par: Any) -> Tensor:
     a, b = xs[0], fitted(xs[1], xs[0].shape)
     return torch.where(torch.sin(b) > 0, a * 1.3, a * 0.4)
+
+
+@operation
+def picked(op: Op, xs: list[Tensor], p: Any, par: Any) -> Tensor:
+    a = xs[0].reshape(-1)
+    order = fitted(xs[1], a.shape).detach().argsort(stable=True)
+    return a[order].reshape(xs[0].shape) * 0.9
+
+
+class SineTimes(torch.autograd.Function):
+    """A product whose backward is written by hand."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return torch.sin(a) * b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return ct * b * torch.cos(a), ct * torch.sin(a)
+
+
+@operation
+def own(op: Op, xs: list[Tensor], p: Any, par: Any) -> Tensor:
+    return SineTimes.apply(xs[0], fitted(xs[1], xs[0].shape) + 1.3)
 
 
 @operation

@@ -9,9 +9,10 @@ from functional_par.errors import MissingCollective, ModelError
 from functional_par.trace import follow, infer, rules
 from tests.trace.draws import programs
 from tests.trace.free import Block, Op, Program
-from tests.trace.truth import examine
+from tests.trace.truth import examine, long_axes
 
 MESHES = {"tp2": fp.Mesh(tp=2), "tp3": fp.Mesh(tp=3), "dp2": fp.Mesh(dp=2), "dp2_tp2": fp.Mesh(dp=2, tp=2)}
+MORE = {"ep2_dp2": fp.Mesh(ep=2, dp=2), "ep2_tp2": fp.Mesh(ep=2, tp=2), "dp2_tp3": fp.Mesh(dp=2, tp=3)}
 
 few = settings(max_examples=max(1, settings.default.max_examples // 2))
 """Every example starts ranks twice."""
@@ -19,16 +20,22 @@ few = settings(max_examples=max(1, settings.default.max_examples // 2))
 engines = st.sampled_from(["func", "tape"])
 
 
-def axes_of(mesh):
-    return tuple(axis for axis in ("dp", "tp") if mesh.sizes[axis] > 1)
-
-
 @pytest.mark.parametrize("name", MESHES)
 def test_a_free_program_is_accepted_exactly_if_its_gradients_are_right(name):
-    mesh, found = MESHES[name], []
+    compare(MESHES[name])
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", MORE)
+def test_a_free_program_is_accepted_exactly_if_its_gradients_are_right_on_more_meshes(name):
+    compare(MORE[name])
+
+
+def compare(mesh):
+    found = []
 
     @few
-    @given(programs(axes_of(mesh)), engines)
+    @given(programs(tuple(long_axes(mesh))), engines)
     def check(program, engine):
         try:
             verdict = examine(program, mesh, engine)

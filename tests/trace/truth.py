@@ -27,14 +27,16 @@ from tests.trace.joint import Call, Joint, arranged, evaluate, joint, piece, sha
 
 @dataclass(frozen=True)
 class OverDP(Transform):
-    """``dp_reduce`` over dp alone, so that no axis of size one takes part in the types."""
+    """``dp_reduce`` over dp alone."""
 
     def __call__(self, plan: Plan) -> Plan:
         return replace(plan, data_axes=("dp",)).use("dp")
 
 
 def transforms_of(mesh: fp.Mesh) -> list[Transform]:
-    return [*([fp.shard_tp()] if mesh.tp > 1 else []), *([OverDP()] if mesh.dp > 1 else [])]
+    """Those that use the axes of the mesh and no others, so that no axis of size one takes part in the types."""
+    data = [fp.dp_reduce()] if mesh.ep > 1 else [OverDP()] if mesh.dp > 1 else []
+    return [*([fp.shard_tp()] if mesh.tp > 1 else []), *data]
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def examine(program: Program, mesh: fp.Mesh, engine: str = "func") -> Verdict:
     transforms = transforms_of(mesh)
     model = model_of(program)
     arrangement = arranged(model, mesh, transforms)
-    batch = batch_of(model, rows=mesh.dp)
+    batch = batch_of(model, rows=mesh.ep * mesh.dp)
     try:
         built = fp.Program(model, tuple(transforms))
         built.plan(mesh)
@@ -126,13 +128,14 @@ def unchecked(
     count = max(int(plan.model.count_terms(batch)), 1)
 
     def main(world: Any) -> dict[str, Tensor]:
-        own = {path: piece(plan, plan.specs[path], x, world.rank).clone().requires_grad_() for path, x in whole.items()}
+        own = {path: piece(plan, plan.specs[path], x, world.rank).clone() for path, x in whole.items()}
+        wanted = {path: x.requires_grad_() for path, x in own.items() if plan.model.leaves[path].trainable}
         rows, first = share(plan, batch, world.rank)
-        groups = {axes: world.group(*axes) for axes in (("dp",), ("tp",), ("dp", "tp"))}
-        par = RunPar({axes: group for axes, group in groups.items() if group.size > 1}, batch=rows, first_row=first)
+        groups = {axes: world.group(*axes) for axes in subsets(long_axes(plan.mesh)) if axes}
+        par = RunPar(groups, batch=rows, first_row=first)
         loss = evaluate(model_of(program, Anchors() if anchored else None), own, par) / count
-        grads = torch.autograd.grad(loss, list(own.values()), allow_unused=True, materialize_grads=True)
-        return dict(zip(own, grads, strict=True))
+        grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True, materialize_grads=True)
+        return dict(zip(wanted, grads, strict=True))
 
     return fp.run(main, plan.mesh, backend="threads", timeout=30.0)
 
@@ -140,7 +143,7 @@ def unchecked(
 def payable(plan: Plan, path: str, found: list[Tensor], expected: Tensor) -> bool:
     """Whether the sum of the ranks' gradients over some axes, perhaps none, is right on every rank."""
     spec, mesh = plan.specs[path], plan.mesh
-    free = [axis for axis in ("dp", "tp") if mesh.sizes[axis] > 1 and axis not in spec.axes]
+    free = [axis for axis in long_axes(mesh) if axis not in spec.axes]
     wanted = [cut(plan, spec, expected, rank) for rank in range(mesh.size)]
 
     def right(axes: tuple[str, ...]) -> bool:
@@ -150,7 +153,17 @@ def payable(plan: Plan, path: str, found: list[Tensor], expected: Tensor) -> boo
             for group, want in zip(groups, wanted, strict=True)
         )
 
-    return any(right(axes) for n in range(len(free) + 1) for axes in combinations(free, n))
+    return any(right(axes) for axes in subsets(free))
+
+
+def long_axes(mesh: fp.Mesh) -> list[str]:
+    """The axes with more than one rank, in mesh order."""
+    return [axis for axis, size in mesh.sizes.items() if size > 1]
+
+
+def subsets(axes: Sequence[str]) -> list[tuple[str, ...]]:
+    """All choices among the axes, each in mesh order."""
+    return [chosen for n in range(len(axes) + 1) for chosen in combinations(axes, n)]
 
 
 def equal(a: Tensor, b: Tensor, floor: float = 1e-12) -> bool:

@@ -24,6 +24,7 @@ from functional_par.model import LOSS, Model
 from functional_par.par import Par, TensorParallelMode, merge_axes, row_count
 from functional_par.plan import Plan
 from functional_par.random import key as make_key
+from tests.trace.free import SineTimes
 from tests.trace.joint import piece, share
 
 WITHOUT = "the second witness is optional: pip install 'functional_par[witness]'"
@@ -34,6 +35,8 @@ with warnings.catch_warnings():
     from spmd_types.checker import typecheck
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+spmd.register_local_autograd_function(SineTimes)
 
 I, R, V, P, S = spmd.I, spmd.R, spmd.V, spmd.P, spmd.S  # noqa: E741
 
