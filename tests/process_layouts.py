@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._dynamo  # of which the first trace needs a part
 
 import functional_par as fp
 from functional_par import tree

@@ -1,5 +1,5 @@
 """Ranks as forks of one process that has imported everything, in the environment that torchrun makes: eight processes that
-each import torch and trace take half a minute."""
+each import torch take half a minute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable
 
-import torch._dynamo  # noqa: F401, of which the first trace needs a part
 import torch.distributed as dist
 
 

@@ -1,4 +1,5 @@
-"""What ranks do in test_process.py. Run by torchrun it writes what each process got; imported, threads do the same."""
+"""What ranks do in test_process.py. Run by torchrun it writes into a folder what each process got; imported, threads do the
+same. Run by itself it starts two processes that wait for each other."""
 
 import os
 import sys
@@ -12,6 +13,7 @@ from functional_par.comm.base import AllGather, AllReduce, AllToAll, Permute, Re
 from functional_par.errors import CommError, MeshError, MismatchError, ModelError, NonFiniteError
 from functional_par.mesh import Mesh
 from functional_par.run import run
+from tests.spawn import spawn
 
 MESH = Mesh(pp=2, tp=2)
 OPS = {
@@ -142,9 +144,9 @@ def attempt(function, mesh):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    what, folder = sys.argv[1], Path(sys.argv[2])
-    if what == "stuck":
-        run(stuck, Mesh(dp=2))
+    if len(sys.argv) == 1:
+        sys.exit(spawn(2, lambda: run(stuck, Mesh(dp=2))))
+    folder = Path(sys.argv[1])
     [found] = run(main, MESH)
     errors = attempt(refused, MESH), attempt(overflows, MESH), attempt(main, Mesh(dp=3))
     torch.save((found, errors), folder / f"{os.environ['RANK']}.pt")

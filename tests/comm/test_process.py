@@ -20,13 +20,14 @@ from tests.raises import matched
 sys.path.insert(0, str(Path(__file__).parent))
 import scenario
 
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4")
 
-def launch(what, size, folder):
-    """Run the scenario under torchrun; what it printed, its exit code, and when it ended."""
+
+def launch(*words):
+    """Run Python on the scenario; what it printed, its exit code, and when it ended."""
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     done = subprocess.run(
-        [*launcher, scenario.__file__, what, str(folder)],
+        [sys.executable, *words],
         env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
@@ -38,7 +39,7 @@ def launch(what, size, folder):
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    output, code, ended = launch("all", 4, folder)
+    output, code, ended = launch(*TORCHRUN, scenario.__file__, str(folder))
     found = [torch.load(folder / f"{rank}.pt") for rank in range(4)] if (folder / "3.pt").exists() else []
     return found, output, code, ended
 
@@ -112,8 +113,8 @@ def test_a_failing_process_ends_all_within_seconds_with_its_message(pool):
     matched(output, "was waiting in all_reduce over pp+tp of float32[3]; last call: ")
 
 
-def test_processes_that_wait_for_each_other_are_told_within_seconds(tmp_path):
-    output, code, _ = launch("stuck", 2, tmp_path)
+def test_processes_that_wait_for_each_other_are_told_within_seconds():
+    output, code, _ = launch(scenario.__file__)
     assert code != 0
     matched(output, "DeadlockError: ranks wait for each other and cannot go on.")
     assert "  rank 0: waits for rank 1 in recv over pp of float32[3]; last call: recv over pp of float32[3]" in output
