@@ -171,9 +171,9 @@ def cases(n: int, rng: random.Random) -> list[Case]:
     ]
 
 
-def normal(seed: int, shape: Sequence[int], replicated: bool, index: int) -> Tensor:
-    """Values of one rank of a group; the same on every rank if replicated."""
-    generator = torch.Generator().manual_seed(seed if replicated else seed + 1 + index)
+def normal(seed: int, shape: Sequence[int], replicated: bool, rank: int) -> Tensor:
+    """Values of one rank; the same on every rank if replicated."""
+    generator = torch.Generator().manual_seed(seed if replicated else seed + 1 + rank)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
 
 
@@ -207,20 +207,21 @@ def on_tape(f, x, c):
     return y.detach(), torch.autograd.grad(y, leaf, c)[0]
 
 
-def check_one(case: Case, collective: Any, group: Any, record: Any, seed: int) -> tuple[Tensor, ...]:
+def check_one(case: Case, collective: Any, group: Any, world: fp.World, seed: int) -> tuple[Tensor, ...]:
     """Everything that one rank can see of one collective; returns x, f(x), c and the pulled c."""
 
     def f(x: Tensor) -> Tensor:
         return case.apply(x, collective)
 
     def primal(n: int) -> Tensor:
-        return normal(seed + 100 * n, case.shape, case.replicated_in, group.index)
+        return normal(seed + 100 * n, case.shape, case.replicated_in, world.rank)
 
     x, z, v = primal(0), primal(1), primal(2)
+    record = world.record
     record.clear()
     with record.during("forward"):
         y, pull = torch.func.vjp(f, x)
-    c, d = (normal(seed + 1000 * n, y.shape, case.replicated_out, group.index) for n in (1, 2))
+    c, d = (normal(seed + 1000 * n, y.shape, case.replicated_out, world.rank) for n in (1, 2))
     kept = x.clone(), c.clone()
     with record.during("backward"):
         pulled = pull(c)[0]
@@ -262,7 +263,7 @@ def test_a_collective_is_linear_equals_its_definition_and_its_pullback_is_the_tr
 
     def main(world):
         collective, group = surface(world, axes)
-        return [check_one(case, collective, group, world.record, seed + i) for i, case in enumerate(all_cases)]
+        return [check_one(case, collective, group, world, seed + i) for i, case in enumerate(all_cases)]
 
     found = fp.run(main, mesh)
     for i, case in enumerate(all_cases):
@@ -280,8 +281,8 @@ def test_a_collective_is_linear_equals_its_definition_and_its_pullback_is_the_tr
 @given(seeds, st.lists(st.integers(0, 3), max_size=3))
 def test_pmax_is_the_maximum_and_a_constant(mesh, axes, seed, shape):
     def main(world):
-        collective, group = surface(world, axes)
-        x = normal(seed, shape, False, group.index)
+        collective, _ = surface(world, axes)
+        x = normal(seed, shape, False, world.rank)
         top = collective.pmax(x)
         close(torch.func.grad(lambda x: (x * collective.pmax(x)).sum())(x), top)
         dim = seed % (x.ndim + 1)

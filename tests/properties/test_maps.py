@@ -139,7 +139,7 @@ def transpose(plan: Plan, world: fp.World, drawn: Drawn) -> Any:
     for fill in (1.0, 0.0):  # the second step finds the memory of the first
         grads.begin()
         for path in plan.stage_leaves(world.coords.pp):
-            if path not in drawn.silent:
+            if fill or path not in drawn.silent:
                 whole = cotangent(plan, world.rank, path, drawn.seed)
                 grads.add({path: 0.25 * whole + fill})
                 grads.add({path: 0.75 * whole})
