@@ -71,7 +71,7 @@ def audit(
     if reference is not None:
         found, following = references.compare(own, case, one, reference)
         findings, consequences = findings + found, consequences + following
-    found, wrong = _on_mesh(case, one, many)
+    found, wrong = on_mesh(case, one, many)
     findings += found
     told = dict.fromkeys([*consequences, *wrong])
     return Audit(
@@ -113,7 +113,7 @@ def _without_maps(program: Program) -> tuple[Program, list[str]]:
     return Program(program.source, kept), [f"left out, since they may be approximate on purpose: {', '.join(left)}"]
 
 
-def _on_mesh(case: Case, one: Single, many: Ranks) -> tuple[list[Finding], tuple[Difference, ...]]:
+def on_mesh(case: Case, one: Single, many: Ranks) -> tuple[list[Finding], tuple[Difference, ...]]:
     """What is wrong on the ranks, and the loss and gradients that follow from it."""
     if not (wrong := leaves.differences(case, one, many)):
         return [], ()

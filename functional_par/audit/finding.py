@@ -8,27 +8,27 @@ from typing import Literal
 from functional_par.mesh import Mesh
 
 Kind = Literal[
-    "added before the sum",
+    "added before the sum",  # a bias or residual, whole on every rank, beside a partial sum
     "partial sum in a non-linear function",
-    "reduced over a cut dim",
-    "look-up in a cut table",
-    "cut dim taken apart",
-    "wrong dim",
-    "first chunk on every rank",
-    "padding",
-    "depends on the other rows",
-    "added for every piece of the batch",
-    "kernel",
-    "not the derivative",
+    "reduced over a cut dim",  # a mean, norm, softmax, ... of this rank's part
+    "look-up in a cut table",  # ids without offset or mask
+    "cut dim taken apart",  # views, chunks, heads with global sizes
+    "wrong dim",  # of a gather
+    "first chunk on every rank",  # positions, windows, dropout that start anew on every rank or piece
+    "padding",  # counted
+    "depends on the other rows",  # of its microbatch or replica
+    "added for every piece of the batch",  # a penalty on weights, say
+    "kernel",  # the fast form is not its definition
+    "not the derivative",  # a backward by hand, wrong in one process already
     "n times",
     "1/n",
     "sign",
     "zero",
-    "sum missing",
-    "another order",
-    "missing tie",
-    "counts other terms",
-    "differs",
+    "sum missing",  # of a cotangent or gradient
+    "another order",  # the right numbers
+    "missing tie",  # against the reference
+    "counts other terms",  # a loss against the reference
+    "differs",  # none of the others
 ]
 
 

@@ -10,6 +10,7 @@ from functional_par.audit.observe import Case, Ranks, Single
 from functional_par.audit.rules import RULES, Said, Scene, of_numbers
 from functional_par.audit.story import Story, label
 from functional_par.model import LOSS
+from functional_par.trace.place import Place
 
 
 def wrong_outputs(case: Case, single: Single, ranks: Ranks, layer: str) -> list[int]:
@@ -58,6 +59,7 @@ def make_finding(case: Case, layer: str, said: Said, largest: float, place: str 
     plan = case.plan
     fn = next((each.fn for each in plan.model.all_layers if each.name == layer), None)
     also = tuple(each.name for each in plan.model.layers if each.fn is fn and each.name != layer)
+    place = place or str((fn and Place.of_function(fn)) or "")
     text = f"The {said.text[4:]}" if said.text.startswith("the ") else said.text
     return Finding(
         kind=said.kind,

@@ -45,7 +45,7 @@ def diagnose(case: Case, single: Single, ranks: Ranks, wrong: Difference) -> Fin
     said = _of_stages(case, single, ranks, path) or classify(
         case, truth, _grid(case, ranks, path), "tp" not in spec.sharded, f"The gradient of {path} is"
     )
-    owes = ", ".join(debt.axis for debt in spec.owes) or "nothing"
+    owes = ", ".join(debt.axis for debt in spec.owes if getattr(case.plan.mesh, debt.axis) > 1) or "nothing"
     text = f"{said.text} It is right in every layer; by the plan it owes {owes}."
     return Finding(said.kind, path, text, advice.LEAF, axis=said.axis, ratio=said.ratio, largest=wrong.largest)
 

@@ -103,15 +103,29 @@ class LayerLog:
     ) -> None:
         """Record a result and which recorded tensors it was made from."""
         place = place or here() or NOWHERE
+        for y in tensors_in(arguments):
+            if id(y) not in self._index and y.is_floating_point():
+                self._add(y, Node(self._key("unrecorded", place), self._copied(y), tuple(range(len(self.nodes)))))
         inputs = tuple(dict.fromkeys(self._index[id(y)] for y in tensors_in(arguments) if id(y) in self._index))
         aware = aware or any(self.nodes[i].aware for i in inputs)
-        key = (name, place, self._seen[name, place])
+        self._add(x, Node(self._key(name, place), self._copied(x), inputs, aware, dims))
+
+    def _key(self, name: str, place: Place) -> Key:
         self._seen[name, place] += 1
+        return name, place, self._seen[name, place]
+
+    def _copied(self, x: Tensor) -> Tensor | None:
+        """A copy, made without being recorded itself."""
+        self.silent += 1
+        try:
+            return None if is_wrapped(x) else x.detach().clone()
+        finally:
+            self.silent -= 1
+
+    def _add(self, x: Tensor, node: Node) -> None:
         self._index[id(x)] = len(self.nodes)
         self._alive.append(x)
-        self.silent += 1
-        self.nodes.append(Node(key, copied(x), inputs, aware, dims))
-        self.silent -= 1
+        self.nodes.append(node)
 
     def rewrite(self, name: str, x: Tensor, arguments: Sequence[Any] = ()) -> None:
         """Record what an operation wrote into ``x``, and that other tensors of the same memory changed with it."""
@@ -163,10 +177,6 @@ def watch(into: dict[Any, Tensor], key: Any, x: Tensor) -> None:
             into[key] = into[key] + ct.detach() if key in into else ct.detach().clone()
 
         x.register_hook(hook)
-
-
-def copied(x: Tensor) -> Tensor | None:
-    return None if is_wrapped(x) else x.detach().clone()
 
 
 def _memory(x: Tensor) -> int | None:

@@ -119,9 +119,13 @@ def label(node: Node, near: Place) -> str:
         return f"par.batch[{node.name.removeprefix('batch ')!r}]"
     if node.name == "input":
         return "the layer's input"
+    if node.name == "unrecorded":
+        return operation(node)
     return f"the result of {operation(node)}" + ("" if node.place == near else f" at {node.place}")
 
 
 def operation(node: Node) -> str:
-    """What to call the operation itself."""
+    """What to call the operation itself. What torch.func computes, or a value from outside the layer, is not recorded."""
+    if node.name == "unrecorded":
+        return "what is computed out of sight"
     return node.place.inside or node.name.removeprefix("kernel ")

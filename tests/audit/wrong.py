@@ -212,6 +212,17 @@ def mean_instead_of_sum(p, x, par):
     return x + y / par.size("tp")  # here
 
 
+@in_layer("differs", **MLP)
+def mistake_inside_a_map(p, x, par):
+    y = torch.func.vmap(lambda row: F.gelu(row @ p["down"].T))(up(p, x, par))
+    return par.psum(y, "tp")  # here
+
+
+@in_layer("differs", **MLP)  # here
+def mistake_in_a_map_that_is_the_result(p, x, par):
+    return torch.func.vmap(lambda row: par.psum(F.gelu(row @ p["down"].T), "tp"))(up(p, x, par))
+
+
 # Dims that are cut
 
 
