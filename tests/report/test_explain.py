@@ -1,5 +1,6 @@
 """``explain`` names every leaf once, with its spec, what it owes, who pays, and the bytes."""
 
+import functools
 from math import prod
 
 import pytest
@@ -12,6 +13,7 @@ from functional_par.report.explain import braces, collapse, ranges, size
 MESHES = [fp.Mesh(), fp.Mesh(dp=2), fp.Mesh(tp=2), fp.Mesh(pp=2), fp.Mesh(dp=2, pp=2, tp=2)]
 
 
+@functools.cache
 def program(mode: str = "REDUCE_SCATTER") -> fp.Program:
     model = fp.models.gpt(vocab=33, d_model=16, n_layers=4, n_heads=4, seq_len=8)
     tie = fp.tie("head.weight", "embed.weight")

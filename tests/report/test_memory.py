@@ -1,5 +1,7 @@
 """A model that no memory holds is refused before it is made, and never one that fits."""
 
+import functools
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ DATA = {
 }
 
 
+@functools.cache
 def plan(**parallelism):
     config = Config.from_dict({**DATA, "parallelism": parallelism})
     return config.program().plan(config.mesh())
