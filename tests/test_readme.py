@@ -17,7 +17,7 @@ def runs(index: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
 
 
 def test_the_readme_has_python_with_output() -> None:
-    assert len(PAIRS) == 3
+    assert len(PAIRS) == 5
 
 
 @pytest.mark.parametrize("index", range(len(PAIRS)))
