@@ -191,14 +191,14 @@ def _told(note: Note, sites: Iterable[Site]) -> Iterator[Site]:
     """The texts whose words a message has; the places too, if it is not known where their words were put together."""
     placed = [site for calls in note.made for site in _placed(calls, sites)]
     least = {"text": 4, "place": 12 if not note.made or any(not site.letters for site in placed) else math.inf}
-    return (site for site in sites if site.letters >= least[site.kind] and site.pattern.search(note.message))
+    return (site for site in sites if site.letters >= least[site.kind] and any(site.spans(note.message)))
 
 
 def _touched(note: Note, sites: Iterable[Site], told: Iterable[Site]) -> Iterator[Site]:
     """The sites of a message that was matched: where it was made, and those on whose words the pattern lies."""
     spans = [match.span() for match in re.finditer(note.pattern, note.message)]
     for site in told:
-        if _overlap(spans, (match.span() for match in site.pattern.finditer(note.message))):
+        if _overlap(spans, site.spans(note.message)):
             yield site
     for calls in note.made:
         yield from _placed(calls, sites)
@@ -220,13 +220,21 @@ def _placed(calls: Calls, sites: Iterable[Site]) -> Iterator[Site]:
 
 def _retold(error: BaseException, pattern: str) -> Iterator[Calls]:
     """Where an error was made, and those from which it was made, if the pattern lies on their part of its text."""
-    text, told = str(error), error
+    text = str(error)
     spans = [match.span() for match in re.finditer(pattern, text)]
-    while told is not None:
+    for told in _chain(error):
         start = text.find(str(told))
         if start >= 0 and _overlap(spans, [(start, start + len(str(told)))]):
             yield _calls(told)
-        told = told.__cause__ or told.__context__
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and those during which it was raised, each once: a chain may be a ring."""
+    seen: list[BaseException] = []
+    while error is not None and not any(error is known for known in seen):
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def _calls(error: BaseException) -> Calls:
