@@ -45,6 +45,8 @@ class Difference:
         if self.kind == "copies":
             return self.what
         times = "" if self.ratio is None else f", {self.ratio:.6g} times what it should be"
+        if self.ratio is not None and abs(self.ratio - 1) < 1e-6:
+            times = ", about the rounding of float32: is something computed in a dtype of its own?"
         what = self.what if self.kind == "metric" else f"{self.kind} of {self.what}"
         when = "" if self.step == 1 and self.kind in ("metric", "gradient") else f", step {self.step}"
         return f"{what}{when}: off by {self.largest:.3g}{times}"

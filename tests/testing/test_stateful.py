@@ -79,7 +79,7 @@ def journeys(draw):
             mode = layout.mode if before.mesh.tp <= 2 else "ALL_REDUCE"
             layout = replace(layout, mesh=before.mesh, split=before.split, mode=mode)
         rows = layout.pieces * draw(st.integers(1, 2))
-        batches = draw(st.lists(strategies.samples(MODEL, rows, layout.pieces), max_size=2))
+        batches = draw(st.lists(strategies.samples(MODEL, rows, layout.pieces), min_size=1, max_size=2))
         legs.append(Leg(layout, draw(st.booleans()), tuple(batches), carried))
     return legs
 
