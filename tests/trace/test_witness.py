@@ -37,6 +37,10 @@ ACCEPTED_BY_IT = {
 }
 """Wrong layers that the witness lets pass, and why."""
 
+NO_NEW_TYPE = "in-place/out operation would change SPMD type"
+"""A write of what differs into a buffer that holds a leaf is refused by it, whatever the leaf owes; ours follows the memory,
+and the joint function says that it is right."""
+
 WRONG = {fn.__name__: (params, fn) for error, _, params, fn in REFUSED if issubclass(error, TraceError)}
 
 few = settings(max_examples=max(1, settings.default.max_examples // 2))
@@ -119,7 +123,7 @@ def agree(program, mesh, groups):
     except ModelError:
         return  # the loss does not depend on any parameter
     note(f"ours: {ours}\ntheirs: {theirs}")
-    assert bool(ours) == bool(theirs)
+    assert bool(ours) == bool(theirs) or (not ours and NO_NEW_TYPE in theirs)
 
 
 def test_the_witnesses_agree_on_free_programs(ranks):
