@@ -10,8 +10,8 @@ from functional_par.testing.suites import default_examples, suite
 
 
 def chosen(name: str) -> type:
-    """The suite of the model that ``name`` says, ``"package.module:name"``, or for "" of models drawn; these with a tenth of
-    the examples, since the library has tests of its own.
+    """The suite of the model that ``name`` says, ``"package.module:name"``, or the suite of that name, or for "" of models
+    drawn; these with a tenth of the examples, since the library has tests of its own.
 
     Raises:
         ConfigError: if there is nothing of that name.
@@ -22,6 +22,7 @@ def chosen(name: str) -> type:
     if not (module and attribute):
         raise ConfigError(f"model {name!r}: give it as package.module:name, an fp.Model or a function that makes one.")
     try:
-        return suite(getattr(import_module(module), attribute))
+        found = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"model {name!r}: {error}.") from error
+    return found if isinstance(found, type) else suite(found)

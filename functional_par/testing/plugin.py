@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("functional_par").addoption(
         "--model",
         metavar="MODULE:NAME",
-        help="run the suite of functional_par.testing on this fp.Model, or function that makes one, instead of on models drawn",
+        help="run functional_par.testing on this fp.Model, function that makes one, or suite, instead of on models drawn",
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
-from functional_par.errors import ModelError
+from functional_par.errors import ModelError, TraceError
 from functional_par.mesh import Mesh
 from functional_par.model import Model
 from functional_par.testing import properties
@@ -51,7 +51,7 @@ def suite(
             dims that it cuts. Maps on gradients that are no sum have no counterpart in one process.
         max_ranks: largest mesh.
         axes: of the mesh that may be larger than one.
-        modes: of tensor parallelism.
+        modes: of tensor parallelism that the model is made for.
         batch: ``(rows, seed) -> batch``, for a model whose inputs are not described by ``model.batch``; by default
             ``make_batch`` makes them up.
         ties: whether leaves that are alike may be tied.
@@ -108,7 +108,14 @@ def _method(check: Callable[[Case], None]) -> Callable[..., None]:
 
 
 def _possible(model: Model, among: Range) -> None:
-    """Some layout cuts the model; else all others would say nothing of tensor parallelism."""
+    """Every mode has the collectives that it needs, and some layout cuts the model; else the other tests would say nothing of
+    them."""
+    wrong = {mode: _wrong_in(model, mode, among.given.others) for mode in among.modes}
+    if any(wrong.values()):
+        right = tuple(mode for mode in among.modes if not wrong[mode])
+        lines = "\n".join(f"  {mode}: {why}" for mode, why in wrong.items() if why)
+        hint = f"If the model is not meant for this mode, whose layouts all other tests leave out, say so: suite(..., modes={right}).\n"
+        raise AssertionError(f"a collective is wrong. {hint if right else ''}{lines}")
     tried = [Layout(Mesh(tp=tp), mode) for tp in range(2, among.max_ranks + 1) for mode in among.modes]
     refusals = {f"tp={layout.mesh.tp}, {layout.mode}": refusal(model, layout, *among.given.others) for layout in tried}
     if all(refusals.values()):
@@ -117,6 +124,15 @@ def _possible(model: Model, among: Range) -> None:
             f"no tp of 2 to {among.max_ranks} has a plan. Give the model sizes that divide, or say that it is not meant for "
             f"tensor parallelism: suite(..., axes=('pp', 'dp')).\n{lines}"
         )
+
+
+def _wrong_in(model: Model, mode: str, others: tuple[Transform, ...]) -> str:
+    """Which collective is wrong in a mode, whatever the sizes; "" if none is."""
+    try:
+        refusal(model, Layout(mode=mode), *others)
+    except TraceError as error:
+        return str(error)
+    return ""
 
 
 @dataclass(frozen=True)
@@ -134,15 +150,20 @@ class Range:
     def layouts(self, model: Model, axes: Sequence[str] = USED, stages: int = 1, ties: bool = False) -> Any:
         """Layouts of a model, of which only these axes may be larger than one, with at least that many stages. What the
         strategy finds out of a fixed model is kept."""
-        used = tuple(axis for axis in self.axes if axis in axes)
-        options: Any = {"max_ranks": self.max_ranks, "axes": used, "modes": self.modes, "stages": stages}
-        make = lambda: layouts(model, *self.given.others, **options, ties=ties and self.ties)  # noqa: E731
+        key = (tuple(axis for axis in self.axes if axis in axes), stages, ties)
         if not self.given.fixed:
-            return make()
-        key = (used, stages, ties)
+            return self._make(model, *key)
         if key not in self._made:
-            self._made[key] = make()
+            self._made[key] = self._make(model, *key)
         return self._made[key]
+
+    def _make(self, model: Model, axes: tuple[str, ...], stages: int, ties: bool) -> SearchStrategy[Layout]:
+        others, modes = self.given.others, self.modes
+        if self.given.fixed:
+            # What is wrong in one mode alone is told once, by the test that tensor parallelism is possible.
+            modes = tuple(mode for mode in modes if not _wrong_in(model, mode, others)) or modes
+        options: Any = {"max_ranks": self.max_ranks, "axes": axes, "stages": stages, "ties": ties and self.ties}
+        return layouts(model, *others, modes=modes, **options)
 
 
 def _batches(draw: st.DrawFn, model: Model, layout: Layout, steps: int, pieces: int | None = None) -> tuple[Any, ...]:

@@ -184,10 +184,11 @@ def test_of_a_wrong_model_a_test_fails_and_says_what_is_wrong(bug):
     assert "Case(" in "".join(caught.value.__notes__)
 
 
-def test_a_missing_collective_is_the_error_that_composing_raises():
-    def unsummed(p, x, par):
-        return x + (par.pvary(x, "tp") @ p["up"].T).tanh() @ p["down"].T + p["bias"]
+def unsummed(p, x, par):
+    return x + (par.pvary(x, "tp") @ p["up"].T).tanh() @ p["down"].T + p["bias"]
 
+
+def test_a_missing_collective_is_the_error_that_composing_raises():
     with pytest.raises(fp.MissingCollective, match="layer 'mlp'"):
         getattr(suite_of(model_of(unsummed)), EQUAL)()
 
@@ -201,7 +202,7 @@ def test_a_model_that_no_tp_divides_is_told():
     model = fp.Model(
         {"w": fp.Param((5, 7), "ffn embed")},
         [("w", "w", lambda p, x, par: x["x"] @ p.T)],
-        lambda p, x, par: (x.sum(), len(x)),
+        lambda p, x, par: (par.psum(x.sum(), "tp"), len(x)),
         {"x": fp.Input((None, 7), torch.float32)},
     )
     made = suite(model, axes=("tp",), max_ranks=3)()
@@ -209,6 +210,22 @@ def test_a_model_that_no_tp_divides_is_told():
         AssertionError, match=r"no tp of 2 to 3 has a plan.*axes=\('pp', 'dp'\)\).\n  tp=2, ALL_REDUCE: shard_tp: dim"
     ):
         made.test_tensor_parallelism_is_possible()
+
+
+def test_a_model_made_for_one_mode_is_told_so_once():
+    def one_way(p, x, par):
+        """No sequence that could be split."""
+        hidden = fp.nn.column_linear(x, p["up"], par).tanh()
+        return x + fp.nn.row_linear(hidden, p["down"], par) + p["bias"]
+
+    with pytest.raises(
+        AssertionError, match=r"say so: suite\(..., modes=\('ALL_REDUCE',\)\).\n  REDUCE_SCATTER: layer 'mlp', "
+    ):
+        suite(model_of(one_way))().test_tensor_parallelism_is_possible()
+    with pytest.raises(AssertionError, match="a collective is wrong.\n  ALL_REDUCE: .*\n  REDUCE_SCATTER: "):
+        suite(model_of(unsummed))().test_tensor_parallelism_is_possible()
+    suite(model_of(one_way), max_examples=5)().test_orders_of_transforms_give_equal_plans()
+    suite(model_of(one_way), modes=("ALL_REDUCE",))().test_tensor_parallelism_is_possible()
 
 
 def test_something_else_than_a_model_is_told():
@@ -230,6 +247,10 @@ def test_the_number_of_examples_is_the_profiles_and_20_where_it_says_nothing():
 def test_the_chosen_model_is_found_by_name():
     assert names_of(chosen("tests.testing.test_suites:model_of")) == NAMES
     assert names_of(chosen("")) == names_of(suite(models()))
+    assert chosen("tests.testing.test_suites:OTHER") is OTHER
+
+
+OTHER = suite(model_of, axes=("dp",))
 
 
 @pytest.mark.parametrize(
