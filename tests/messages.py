@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -81,10 +82,29 @@ class Package:
         self.reasons = [
             (name, Scope(f, m, m, self), value) for f, m, n in nodes for name, value in _reasons(n) if name in REASONS
         ]
-        functions = [scope.node for scope in self.functions if isinstance(scope.node, ast.FunctionDef)]
-        self.refusers = {node.name for node in functions if _only_raises(node)}
-        self.printers = {node.name for node in functions if _prints_argument(node)}
-        self.makers = {node.name for node in functions if _is_error(node.returns)}
+
+        self.classes = {n.name for *_, n in nodes if isinstance(n, ast.ClassDef) and any(map(_is_known_error, n.bases))}
+        self.named: dict[str, list[Scope]] = {}
+        for scope in self.functions:
+            self.named.setdefault(_name(scope.node), []).append(scope)
+
+    def find(self, name: str, file: str) -> list[Scope]:
+        """The functions of that name: of the file itself if it has one."""
+        named = self.named.get(name, [])
+        return [at for at in named if at.file == file] or named
+
+    def is_error(self, node: ast.AST | None) -> bool:
+        """A class of errors, or ``type(error)``."""
+        return (
+            (_name(node.func) == "type")
+            if isinstance(node, ast.Call)
+            else (_name(node) in self.classes or _is_known_error(node))
+        )
+
+    def makes_error(self, function: ast.AST) -> bool:
+        """It is a helper that returns an error."""
+        returned = [node.value for node in own(function) if isinstance(node, ast.Return)]
+        return bool(returned) and all(isinstance(value, ast.Call) and self.is_error(value.func) for value in returned)
 
     def sites(self) -> tuple[Site, ...]:
         """All places and texts, in their order."""
@@ -99,10 +119,12 @@ def _sites(node: ast.AST, scope: Scope) -> Iterator[Site]:
     name, text = _name(call.func), call.args[0]
     if name == "SystemExit" and not _words(text):
         return  # an exit code
-    if _is_error(call.func) or name in scope.package.refusers or (call is not node and name in scope.package.makers):
+    called = [at.node for at in scope.package.find(name, scope.file) if isinstance(at.node, ast.FunctionDef)]
+    helps = any(map(_only_raises, called)) or (call is not node and any(map(scope.package.makes_error, called)))
+    if scope.package.is_error(call.func) or helps:
         yield _site(node, "place", text, scope)
         yield from (site for argument in call.args for site in _inside(argument, scope))
-    elif _prints(call) or name in scope.package.printers:
+    elif _prints(call) or any(map(_prints_argument, called)):
         yield from _texts(text, scope)
 
 
@@ -113,7 +135,7 @@ def _site(node: ast.AST, kind: str, text: ast.AST, scope: Scope) -> Site:
 def _words(node: ast.AST) -> list[str]:
     """The literal parts of a text."""
     if isinstance(node, ast.Constant):
-        return [word for word in node.value.split("{}") if word] if isinstance(node.value, str) else []
+        return [word for word in re.split(r"\{\w*\}", node.value) if word] if isinstance(node.value, str) else []
     if isinstance(node, ast.JoinedStr):
         return [word for value in node.values for word in _words(value)]
     if isinstance(node, ast.BinOp):
@@ -167,22 +189,25 @@ def _called(node: ast.Call, scope: Scope) -> Iterable[tuple[ast.AST, Scope]]:
     name = _name(node.func)
     if isinstance(node.func, ast.Attribute) and name in (*METHODS, "join"):
         return [(part, scope) for part in (node.func.value, *(node.args if name == "join" else ()))]
-    named = [at for at in scope.package.functions if at.node.name == name and _is_text(at.node.returns)]
-    own_file = [at for at in named if at.file == scope.file]
     return [
         (returned.value, replace(at, followed=scope.followed | {name}))
-        for at in (own_file or named)
-        if name not in scope.followed
+        for at in scope.package.find(name, scope.file)
+        if name not in scope.followed and _is_text(at.node.returns)
         for returned in own(at.node)
         if isinstance(returned, ast.Return) and returned.value
     ]
 
 
-def own(scope: ast.AST) -> Iterator[ast.AST]:
+@functools.cache
+def own(scope: ast.AST) -> tuple[ast.AST, ...]:
     """The nodes of a function or module, without those of functions in it."""
-    for node in ast.iter_child_nodes(scope):
+    found, todo = [], list(ast.iter_child_nodes(scope))
+    while todo:
+        node = todo.pop()
         if not isinstance(node, ast.FunctionDef):
-            yield from (node, *own(node))
+            found.append(node)
+            todo += ast.iter_child_nodes(node)
+    return tuple(found)
 
 
 def _assigned(scope: ast.AST, name: str) -> Iterator[ast.AST]:
@@ -202,14 +227,11 @@ def _reasons(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _name(node: ast.AST | None) -> str:
-    """The last part of a name with dots."""
-    return getattr(node, "id", None) or getattr(node, "attr", None) or ""
+    """The last part of a name with dots; a function's own."""
+    return getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None) or ""
 
 
-def _is_error(node: ast.AST | None) -> bool:
-    """A class of errors, or ``type(error)``."""
-    if isinstance(node, ast.Call):
-        return _name(node.func) == "type"
+def _is_known_error(node: ast.AST | None) -> bool:
     found = getattr(errors, _name(node), None) or getattr(builtins, _name(node), None)
     return isinstance(found, type) and issubclass(found, BaseException) and found is not BaseException
 

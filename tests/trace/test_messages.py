@@ -1,0 +1,21 @@
+"""Parts of messages that only some layers get to see."""
+
+import pytest
+
+import functional_par as fp
+from functional_par.trace import rules
+from tests.trace.harness import column, model_of, param, program_of
+
+
+def test_what_does_not_fit_on_some_ranks_is_told_that_they_hold_parts():
+    def multiplies(p, x, par):
+        return x + par.psum((p["up"] * p["g"]).sum(), "tp")
+
+    model = model_of(multiplies, {"up": column(), "g": param(6, 6)})
+    with pytest.raises(fp.ModelError, match=r"With tp=2 a rank holds its part of every dim that shard_tp cuts\.$"):
+        program_of(model).plan(fp.Mesh(tp=2))
+
+
+def test_a_maximum_has_no_transpose():
+    with pytest.raises(NotImplementedError, match="pmax has no derivative"):
+        rules.Max(None, frozenset({"tp"}), 2, "par.pmax", "layer 'loss'").dual()
