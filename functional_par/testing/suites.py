@@ -114,8 +114,8 @@ def _possible(model: Model, among: Range) -> None:
     if any(wrong.values()):
         right = tuple(mode for mode in among.modes if not wrong[mode])
         lines = "\n".join(f"  {mode}: {why}" for mode, why in wrong.items() if why)
-        hint = f"If the model is not meant for this mode, whose layouts all other tests leave out, say so: suite(..., modes={right}).\n"
-        raise AssertionError(f"a collective is wrong. {hint if right else ''}{lines}")
+        hint = f" If the model is not meant for the others, which all other tests leave out, say so: suite(..., modes={right})."
+        raise AssertionError(f"a collective is wrong.{hint if right else ''}\n{lines}")
     tried = [Layout(Mesh(tp=tp), mode) for tp in range(2, among.max_ranks + 1) for mode in among.modes]
     refusals = {f"tp={layout.mesh.tp}, {layout.mode}": refusal(model, layout, *among.given.others) for layout in tried}
     if all(refusals.values()):

@@ -222,7 +222,7 @@ def test_a_model_made_for_one_mode_is_told_so_once():
         AssertionError, match=r"say so: suite\(..., modes=\('ALL_REDUCE',\)\).\n  REDUCE_SCATTER: layer 'mlp', "
     ):
         suite(model_of(one_way))().test_tensor_parallelism_is_possible()
-    with pytest.raises(AssertionError, match="a collective is wrong.\n  ALL_REDUCE: .*\n  REDUCE_SCATTER: "):
+    with pytest.raises(AssertionError, match=r"a collective is wrong.\n  ALL_REDUCE: .*\n  REDUCE_SCATTER: "):
         suite(model_of(unsummed))().test_tensor_parallelism_is_possible()
     suite(model_of(one_way), max_examples=5)().test_orders_of_transforms_give_equal_plans()
     suite(model_of(one_way), modes=("ALL_REDUCE",))().test_tensor_parallelism_is_possible()
