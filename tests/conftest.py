@@ -6,11 +6,14 @@ import signal
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from functional_par.testing import profiles
 
 profiles.register()
+# A failure is enough there; its smallest example would take minutes.
+unshrunk = {"phases": [Phase.explicit, Phase.generate], "report_multiple_bugs": False}
+settings.register_profile("mutation", settings.get_profile("ci"), **unshrunk)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 torch.set_num_threads(1)
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-COLLECTIVES = ("tests/properties/test_collectives.py", "tests/comm/test_collectives.py", "tests/trace/test_rules.py")
-LAYERS = ("tests/nn", "tests/properties", "tests/models")
-TRACE = ("tests/trace",)
-STEPS = ("tests/properties", "tests/test_step.py", "tests/test_layouts.py")
-PIPELINE = ("tests/properties", "tests/pipeline", "tests/test_step.py")
-SHARDS = ("tests/properties", "tests/test_shards.py", "tests/test_restore.py")
+COLLECTIVES = ("tests/properties/test_collectives.py", "tests/comm/test_collectives.py")
+LAYERS = ("tests/properties/test_modes.py", "tests/nn", "tests/models")
+TRACE = ("tests/trace/test_debts.py", "tests/trace/test_refused.py", "tests/trace")
+STEPS = (
+    "tests/properties/test_norms.py",
+    "tests/properties/test_ties.py",
+    "tests/properties/test_schedules.py",
+    "tests/test_step.py",
+)
+PIPELINE = ("tests/pipeline", "tests/properties/test_schedules.py", "tests/test_step.py")
+SHARDS = ("tests/test_restore.py", "tests/properties/test_maps.py", "tests/test_shards.py")
 MAPS = ("tests/maps", "tests/transforms/test_own.py")
 
 
@@ -365,14 +370,14 @@ MUTANTS = (
         "restore.py",
         "    if opt is None:",
         "    if True:",
-        ("tests/test_restore.py", "tests/testing"),
+        ("tests/testing/test_stateful.py", "tests/test_restore.py"),
     ),
     Mutant(
         "the step number is lost after a change of layout",
         "restore.py",
         "    return State(step, seed, leaves, slots)",
         "    return State(0, seed, leaves, slots)",
-        ("tests/test_restore.py", "tests/testing"),
+        ("tests/testing/test_stateful.py", "tests/test_restore.py"),
     ),
     Mutant(
         "a whole leaf is the sum of its replicas",
