@@ -46,7 +46,7 @@ def train(
         counts.check(step.plan, world.rank, world.record, steps, batches[0], options.get("norm", 2.0))
         return state, seen, trail
 
-    states, seen, trails = zip(*fp.run(main, layout.mesh, backend="threads", timeout=60.0), strict=True)
+    states, seen, trails = zip(*fp.run(main, layout.mesh, backend="threads", timeout=30.0), strict=True)
     assert all(other == seen[0] for other in seen), "metrics differ between ranks"
     plan = program.plan(layout.mesh)
     same_copies(plan, trails)

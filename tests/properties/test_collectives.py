@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from functional_par.comm import collectives
 from functional_par.comm.base import AllReduce
 from functional_par.par import RunPar
 
+from .examples import few
 from .inner import close, pairing
 
 PLACES = [
@@ -37,7 +38,6 @@ PLACES = [
 """A mesh, and the axes along which its ranks communicate."""
 
 every_place = pytest.mark.parametrize(("mesh", "axes"), PLACES, ids=lambda value: str(value))
-few = settings(max_examples=max(2, settings.default.max_examples // 10))
 seeds = st.integers(0, 2**32)
 
 
@@ -256,7 +256,7 @@ def check_calls(case: Case, record: Any, group: Any, carried: dict[str, Tensor])
 
 
 @every_place
-@few
+@few(2, 0.1)
 @given(seeds)
 def test_a_collective_is_linear_equals_its_definition_and_its_pullback_is_the_transpose(mesh, axes, seed):
     all_cases = cases(len(mesh.group(*axes, rank=0)), random.Random(seed))
@@ -265,7 +265,7 @@ def test_a_collective_is_linear_equals_its_definition_and_its_pullback_is_the_tr
         collective, group = surface(world, axes)
         return [check_one(case, collective, group, world, seed + i) for i, case in enumerate(all_cases)]
 
-    found = fp.run(main, mesh)
+    found = fp.run(main, mesh, timeout=30.0)
     for i, case in enumerate(all_cases):
         for ranks in mesh.groups(*axes):
             x, y, c, pulled = zip(*(found[rank][i] for rank in ranks), strict=True)
@@ -277,7 +277,7 @@ def test_a_collective_is_linear_equals_its_definition_and_its_pullback_is_the_tr
 
 
 @every_place
-@few
+@few(2, 0.1)
 @given(seeds, st.lists(st.integers(0, 3), max_size=3))
 def test_pmax_is_the_maximum_and_a_constant(mesh, axes, seed, shape):
     def main(world):
@@ -290,7 +290,7 @@ def test_pmax_is_the_maximum_and_a_constant(mesh, axes, seed, shape):
         assert torch.equal(stacked, torch.stack([top, collective.pmax(-x)], dim))
         return x, top
 
-    found = fp.run(main, mesh)
+    found = fp.run(main, mesh, timeout=30.0)
     for ranks in mesh.groups(*axes):
         largest = torch.stack([found[rank][0] for rank in ranks]).amax(0)
         assert all(torch.equal(found[rank][1], largest) for rank in ranks)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from functional_par.plan import Plan
 from functional_par.reduce import Gradients, buckets, groups
 from functional_par.shards import gather_leaf
 
+from .examples import few
 from .inner import close
 
 NORMS = (1.0, 2.0, math.inf)
@@ -163,7 +164,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@settings(max_examples=max(2, settings.default.max_examples // 10))
+@few(2, 0.1)
 @given(st.integers(0, 2**32))
 def test_what_is_done_to_gradients_is_the_transpose_of_what_is_done_to_parameters(mesh, seed):
     drawn = drawings(mesh, random.Random(seed))
@@ -175,7 +176,7 @@ def test_what_is_done_to_gradients_is_the_transpose_of_what_is_done_to_parameter
         world.prepare(groups(plan))
         return transpose(plan, world, drawn)
 
-    parts, norms, gathered = zip(*fp.run(main, drawn.mesh), strict=True)
+    parts, norms, gathered = zip(*fp.run(main, drawn.mesh, timeout=30.0), strict=True)
     pulled = tree.flatten(fp.unshard([tree.unflatten(part) for part in parts], plan))
     for path, spec in plan.specs.items():
         assert {debt.axis for debt in spec.owes if drawn.mesh.sizes[debt.axis] > 1} == debts(drawn, plan, path), path

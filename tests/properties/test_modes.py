@@ -33,6 +33,7 @@ from functional_par.nn import (
 from functional_par.par import RunPar, TensorParallelMode
 
 from ..nn.ranks import AR, RS, Owing, Placement, Same, Split, shared, stream, tensors, vjp
+from .examples import few
 from .inner import close
 
 WAYS = [
@@ -238,6 +239,7 @@ FUNCTIONS = [column, row, look_up, entropy, norms, heads, gelu, swiglu, position
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+@few(20, 1.0)
 @given(st.integers(0, 2**32))
 def test_both_modes_and_every_kernel_equal_one_process(function, seed):
     sizes = Sizes(seed)

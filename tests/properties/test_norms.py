@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from . import many, single
+from .examples import few
 from .layouts import batch_of, chain, layouts, meshes, sequence
 
 TIES = (
@@ -26,11 +27,10 @@ def cases(draw):
     return layout
 
 
-few = settings(max_examples=max(8, settings.default.max_examples * 2 // 5))
 shares = st.floats(0.1, 1.5)
 
 
-@few
+@few(8, 0.4)
 @given(
     cases(), st.permutations(list(single.OPTIMIZERS)), st.lists(shares, min_size=3, max_size=3), st.integers(0, 2**16)
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_par as fp
@@ -12,14 +12,14 @@ from functional_par import Mesh
 from functional_par.plan import Plan
 
 from . import many, single
+from .examples import few
 from .inner import close
 from .layouts import batch_of, chain, layouts, meshes, sequence
 
-few = settings(max_examples=max(8, settings.default.max_examples * 2 // 5))
 seeds = st.integers(0, 2**16)
 
 
-@few
+@few(8, 0.4)
 @given(layouts(meshes(6, pp=(2, 3, 4)), microbatches=5), seeds)
 def test_both_schedules_give_the_same_bits_and_every_step_is_pure(layout, seed):
     batches = [batch_of(seed + i, layout.pieces, sequence(layout)) for i in range(2)]
@@ -30,7 +30,7 @@ def test_both_schedules_give_the_same_bits_and_every_step_is_pure(layout, seed):
     many.identical(*runs)
 
 
-@few
+@few(8, 0.4)
 @given(layouts(meshes(4, pp=(2, 3, 4), tp=(1,)), microbatches=5), seeds, st.booleans())
 def test_stages_alone_change_no_bit_of_an_untied_leaf_for_any_split_and_number_of_microbatches(layout, seed, tied):
     # With a tie the sum over its owners is rounded in another order; one step without clipping keeps it from the others.
@@ -70,7 +70,7 @@ def even(layers, stages):
     return tuple(layers // stages + (i < layers % stages) for i in range(stages))
 
 
-@few
+@few(8, 0.4)
 @given(cuts(), seeds)
 def test_losses_do_not_depend_on_how_the_batch_is_cut_though_labels_rows_and_whole_microbatches_are_ignored(
     drawn, seed
@@ -82,7 +82,7 @@ def test_losses_do_not_depend_on_how_the_batch_is_cut_though_labels_rows_and_who
         many.equal(many.train(layout, batches, "momentum", clip=0.5), expected)
 
 
-@few
+@few(8, 0.4)
 @given(st.data(), layouts(meshes(24), blocks=3))
 def test_all_orders_of_the_transforms_make_the_same_plan(data, layout):
     model = chain(layout.blocks)

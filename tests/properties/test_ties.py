@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from . import many, single
+from .examples import few
 from .layouts import Layout, batch_of, chain, layouts, meshes, sequence
 
 KINDS = {
@@ -43,7 +44,7 @@ def owners(draw, stages, leaf):
     return tuple(f"{name}.{leaf}" for name in draw(st.permutations(chosen)))
 
 
-@settings(max_examples=max(8, settings.default.max_examples * 2 // 5))
+@few(8, 0.4)
 @given(tied(), st.integers(0, 2**16))
 def test_tied_equals_untied_with_summed_gradients_and_one_process_over_any_owners(layout: Layout, seed: int):
     batches = [batch_of(seed + i, layout.pieces, sequence(layout)) for i in range(3)]
