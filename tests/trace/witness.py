@@ -61,7 +61,7 @@ def ranks_of(mesh: fp.Mesh) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class WitnessPar(Par):
-    """Collectives of spmd-types. An axis without a group has one rank and no type."""
+    """Collectives of spmd-types, which take contiguous tensors. An axis without a group has one rank and no type."""
 
     mesh: fp.Mesh
     groups: Mapping[str, Any]
@@ -95,7 +95,7 @@ class WitnessPar(Par):
 
     def psum(self, x: Tensor, *axes: str) -> Tensor:
         for group in self._real(axes):
-            x = spmd.all_reduce(x, group, src=P, dst=I)
+            x = spmd.all_reduce(x.contiguous(), group, src=P, dst=I)
         return x
 
     def pmax(self, x: Tensor, *axes: str) -> Tensor:
@@ -109,7 +109,7 @@ class WitnessPar(Par):
 
     def all_gather(self, x: Tensor, axis: str, dim: int, to: str = "varying") -> Tensor:
         for group in self._real((axis,)):
-            x = spmd.all_gather(x, group, src=S(dim % x.ndim), dst=I if to == "replicated" else R)
+            x = spmd.all_gather(x.contiguous(), group, src=S(dim % x.ndim), dst=I if to == "replicated" else R)
         return x
 
     def slice(self, x: Tensor, axis: str, dim: int) -> Tensor:
@@ -125,12 +125,12 @@ class WitnessPar(Par):
 
     def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
         for group in self._real((axis,)):
-            x = spmd.reduce_scatter(x, group, src=P, dst=S(dim % x.ndim))
+            x = spmd.reduce_scatter(x.contiguous(), group, src=P, dst=S(dim % x.ndim))
         return x
 
     def all_to_all(self, x: Tensor, axis: str, split: int, concat: int) -> Tensor:
         for group in self._real((axis,)):
-            x = spmd.all_to_all(x, group, src=S(concat % x.ndim), dst=S(split % x.ndim))
+            x = spmd.all_to_all(x.contiguous(), group, src=S(concat % x.ndim), dst=S(split % x.ndim))
         return x
 
     def ppermute(self, x: Tensor, axis: str, to: tuple[int, ...]) -> Tensor:
@@ -138,7 +138,7 @@ class WitnessPar(Par):
         for group in self._real((axis,)):
             n = self.size(axis)
             many = x.unsqueeze(0).expand(n, *x.shape)
-            x = spmd.all_to_all(many, group, src=S(0), dst=S(0))[0]
+            x = spmd.all_to_all(many.contiguous(), group, src=S(0), dst=S(0))[0]
         return x
 
     def kernel(self, definition: Any, fast: Any) -> Any:
