@@ -10,6 +10,7 @@ from hypothesis import Phase, settings
 
 from functional_par.testing import profiles
 
+pytest_plugins = ["tests.raises"]  # after a whole run: the error messages that no test matches
 profiles.register()
 # A failure is enough there; its smallest example would take minutes.
 unshrunk = {"phases": [Phase.explicit, Phase.generate], "report_multiple_bugs": False}

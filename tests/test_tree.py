@@ -45,7 +45,7 @@ def test_get_finds_leaves_and_subtrees():
 
 @pytest.mark.parametrize("path", ["x", "a.x", "a.b.c", ""])
 def test_get_raises_with_the_path_it_did_not_find(path):
-    with pytest.raises(KeyError) as caught:
+    with pytest.raises(KeyError, match=f"^{path!r}$") as caught:
         tree.get({"a": {"b": 1}}, path)
     assert caught.value.args == (path,)
 

@@ -78,8 +78,7 @@ def make_finding(case: Case, layer: str, said: Said, largest: float, place: str 
 
 def _told(case: Case, story: Story, index: int, layer: str) -> Finding:
     at = story.moment(index)
-    if at is None:
-        raise RuntimeError("an operation without a counterpart cannot be a root")
+    assert at is not None, "an operation without a counterpart cannot be a root"
     inputs = tuple(moment for _, moment in story.inputs(index))
     own = {label(moment.node, at.node.place): moment.whole for moment in inputs}
     scene = Scene(case, at, inputs, own | story.floats_before(index))

@@ -16,6 +16,7 @@ from functional_par.testing.chosen import chosen
 from functional_par.testing.free import free_model
 from functional_par.testing.strategies import models
 from functional_par.testing.suites import default_examples, suite
+from tests.raises import matched
 
 NAMES = [
     "test_a_pipeline_alone_changes_no_bit",
@@ -244,6 +245,10 @@ def test_the_number_of_examples_is_the_profiles_and_20_where_it_says_nothing():
     assert suite(model_of, max_examples=3).test_the_step_is_pure._hypothesis_internal_use_settings.max_examples == 3
 
 
+def test_no_time_goes_into_explaining_a_case():
+    assert Phase.explain not in suite(model_of).test_the_step_is_pure._hypothesis_internal_use_settings.phases
+
+
 def test_the_chosen_model_is_found_by_name():
     assert names_of(chosen("tests.testing.test_suites:model_of")) == NAMES
     assert names_of(chosen("")) == names_of(suite(models()))
@@ -282,10 +287,16 @@ for name in ("suite", "strategies"):
         print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
-        f"functional_par.testing.{name} needs hypothesis: pip install 'functional_par[testing]'."
-        for name in ("suite", "strategies")
-    ]
+    assert len(done.stdout.splitlines()) == 2
+    for name in ("suite", "strategies"):
+        matched(
+            done.stdout, f"functional_par.testing.{name} needs hypothesis: pip install 'functional_par[testing]'.\n"
+        )
+
+
+def test_a_name_that_is_not_there_is_told_as_python_tells_it():
+    with pytest.raises(AttributeError, match=r"module 'functional_par\.testing' has no attribute 'suit'"):
+        fp.testing.suit()
 
 
 def test_pytest_runs_the_suite_on_a_users_model_from_any_folder(tmp_path):
