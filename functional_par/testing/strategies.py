@@ -46,7 +46,7 @@ def modes() -> SearchStrategy[str]:
 
 def schedules() -> SearchStrategy[str]:
     """Names of pipeline schedules."""
-    return st.sampled_from(schedule_names())
+    return st.sampled_from(sorted(schedule_names()))
 
 
 def splits(layers: int, stages: int) -> SearchStrategy[tuple[int, ...] | None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf, lcm
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from torch import Tensor
@@ -66,6 +66,8 @@ def suite(
     chosen = settings(
         max_examples=default_examples() if max_examples is None else max_examples,
         deadline=None,
+        # Which parts of a case do not matter would take more runs than finding the smallest.
+        phases=[phase for phase in settings().phases if phase is not Phase.explain],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
     staged = "pp" in among.axes and (fixed is None or len(fixed.layers) > 1)
