@@ -70,6 +70,13 @@ def zero_padding(spec: Spec, mesh: Mesh, coords: Coords, part: Tensor) -> None:
             part.narrow(dim, size - beyond, beyond).zero_()
 
 
+def without_padding(spec: Spec, mesh: Mesh, coords: Coords, part: Tensor) -> Tensor:
+    """A view of what a shard holds of the leaf itself."""
+    for dim, (start, full) in enumerate(zip(spec.starts(mesh, coords), spec.shape, strict=True)):
+        part = part.narrow(dim, 0, max(0, min(part.shape[dim], full - start)))
+    return part
+
+
 def gather_leaf(plan: Plan, world: World, path: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
     """One leaf whole on every rank: a sum over the world in which each shard is written by one rank. Collective."""
     spec = plan.specs[path]

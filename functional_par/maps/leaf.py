@@ -21,9 +21,10 @@ class Leaf(ABC):
     """One leaf while a map acts on its gradient or update.
 
     Attributes:
-        spec: its sharding annotation: path, global shape, names of dims, the axis that each is cut along.
+        spec: its sharding annotation: path, global shape, names of dims, the axis that each is cut along. Gradient and
+            parameter are this rank's block, without the padding that an uneven shard has in memory.
         owes: the axes over which the gradient that the map is given is a partial sum; empty after the reduction.
-        param: this rank's shard of the parameter, before the update.
+        param: this rank's shard of the parameter, before the update, in the dtype of the gradient or update.
         step: number of steps done.
         key: names the random numbers of this map, step and leaf: the same on every rank.
     """
@@ -57,7 +58,12 @@ class Leaf(ABC):
 
     @abstractmethod
     def all_gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        """The whole of what is cut along ``axis`` in ``dim``. ``cut -> whole``. A padded shard brings its zeros."""
+        """The whole of what is cut along ``axis`` in ``dim``, of the size that it has in one process. ``cut -> whole``."""
+
+    @abstractmethod
+    def slice(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        """This rank's block of what is whole, along an axis that the leaf is cut along: the inverse of ``all_gather``, with
+        which any function of the whole leaf can be written. ``whole -> cut``."""
 
     @abstractmethod
     def normal(self, *shape: int) -> Tensor:
@@ -90,10 +96,25 @@ class RunLeaf(Leaf):
         return self._start(AllReduce(), x, axes)
 
     def amax(self, x: Tensor) -> Tensor:
-        return self._start(AllReduce("max"), x.amax(), self.spec.sharded)
+        least = -torch.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
+        largest = x.amax() if x.numel() else x.new_full((), least)  # a shard of nothing but padding
+        return self._start(AllReduce("max"), largest, self.spec.sharded)
 
     def all_gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        return self._start(AllGather(dim % x.ndim), x, (axis,))
+        dim, size = dim % x.ndim, getattr(self.world.mesh, axis)
+        whole, part = extent(self.spec, axis, size)
+        if whole == part * size:
+            return self._start(AllGather(dim), x, (axis,))
+        # Blocks of one size travel; the first rank's is full, and what the last ones lack is left out again.
+        full = int(self._start(AllReduce("max"), torch.tensor(x.shape[dim], device=x.device), (axis,)))
+        lacking = [full - x.shape[dim] if i == dim else n for i, n in enumerate(x.shape)]
+        padded = torch.cat([x, x.new_zeros(lacking)], dim)
+        return self._start(AllGather(dim), padded, (axis,)).narrow(dim, 0, full * whole // part)
+
+    def slice(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        whole, part = extent(self.spec, axis, getattr(self.world.mesh, axis))
+        times, start = x.shape[dim] // whole, min(getattr(self.world.coords, axis) * part, whole)
+        return x.narrow(dim, start * times, (min(start + part, whole) - start) * times)
 
     def normal(self, *shape: int) -> Tensor:
         count = torch.Size(shape).numel()
@@ -105,3 +126,9 @@ class RunLeaf(Leaf):
     def _start(self, op: Op, x: Tensor, axes: tuple[str, ...]) -> Tensor:
         ranks = payers(self.world.mesh, self.world.rank, axes, self.spec.stages)
         return x if len(ranks) == 1 else self.world.subgroup(ranks, "+".join(axes)).start(op, x).wait()
+
+
+def extent(spec: Spec, axis: str, size: int) -> tuple[int, int]:
+    """Size of the dim that is cut along ``axis``, in the whole leaf and in a full shard of ``size`` ranks."""
+    whole = spec.shape[spec.axes.index(axis)]
+    return whole, -(-whole // size)

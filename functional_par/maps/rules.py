@@ -33,6 +33,8 @@ def result(func: Any, bound: Bound, kind_of: KindOf, out: Tensor) -> Kind:
     if name in ("zeros_like", "ones_like", "full_like", "empty_like"):
         return Kind(cut=kinds[0].cut)
     if rule := _RULES.get(name):
+        if not out.is_floating_point():
+            need_no_sum(f"{name}, to {out.dtype},", kinds)
         return rule(name, bound, kind_of, out)
     if torch.Tag.pointwise in func.tags:
         need_no_sum(name, kinds)
@@ -42,7 +44,7 @@ def result(func: Any, bound: Bound, kind_of: KindOf, out: Tensor) -> Kind:
     raise NotLinear(
         f"{name} of a value that is cut along {listed(cut)}: its result would depend on how the leaf is cut. Sums over a dim, "
         "products and elementwise operations are known here; for others make the value whole, with leaf.all_gather or by "
-        "leaf.psum of a sum over the cut dim."
+        "leaf.psum of a sum over the cut dim, and take this rank's block of the result, with leaf.slice."
     )
 
 
@@ -112,10 +114,7 @@ def _sum(name: str, bound: Bound, kind_of: KindOf, out: Tensor) -> Kind:
 
 def _keep(name: str, bound: Bound, kind_of: KindOf, out: Tensor) -> Kind:
     """The same numbers, or all of them times the same number."""
-    kind = kind_of(bound["self"])
-    if kind.partial and not out.is_floating_point():
-        need_no_sum(f"a cast to {out.dtype}", [kind])
-    return kind
+    return kind_of(bound["self"])
 
 
 def _moved(move: Callable[[Bound, int, Tensor], int | None]) -> Callable[..., Kind]:
@@ -123,6 +122,10 @@ def _moved(move: Callable[[Bound, int, Tensor], int | None]) -> Callable[..., Ki
 
     def rule(name: str, bound: Bound, kind_of: KindOf, out: Tensor) -> Kind:
         kind, cut = kind_of(bound["self"]), set()
+        for x in (x for key, x in bound.items() if key != "self" and isinstance(x, Tensor) and kind_of(x) != WHOLE):
+            raise NotLinear(f"{name} by indices that are {kind_of(x)}. Make them whole first.")
+        if out.dtype != bound["self"].dtype:
+            need_no_sum(f"{name}, to {out.dtype},", [kind])
         for axis, dim in kind.cut:
             there = move(bound, dim, out)
             if there is None:
@@ -164,7 +167,9 @@ def _elsewhere(bound: Bound, dim: int, out: Tensor) -> int | None:
     """Operations along one dim that keep all dims."""
     x = bound["self"]
     dims = bound["dims"] if "dims" in bound else [bound.get("dim", 0)]
-    return None if dim in [d % x.ndim for d in dims] else dim
+    # A roll without dims is one of all entries in a row; a flip without dims does nothing.
+    mixed = not dims and "shifts" in bound
+    return None if mixed or dim in [d % x.ndim for d in dims] else dim
 
 
 def _select(bound: Bound, dim: int, out: Tensor) -> int | None:
@@ -177,11 +182,10 @@ def _view(bound: Bound, dim: int, out: Tensor) -> int | None:
     before, after = list(bound["self"].shape), list(out.shape)
     if before == after:
         return dim
+    if prod(before) == 0 or before[dim] == 1:
+        return None  # beside others of one entry nobody can tell which of them the block is a part of
     at = prod(before[:dim])
-    there = next((i for i in range(len(after)) if prod(after[:i]) == at), None)
-    # Beside dims of one entry nobody can tell which of them the block is a part of.
-    ambiguous = prod(before) == 0 or before[dim] == 1 or there is None or after[there] == 1
-    return None if ambiguous else there
+    return next((i for i, n in enumerate(after) if n > 1 and prod(after[:i]) == at), None)
 
 
 def _reduce(name: str, bound: Bound, kind_of: KindOf, out: Tensor) -> Kind:
@@ -192,7 +196,7 @@ def _reduce(name: str, bound: Bound, kind_of: KindOf, out: Tensor) -> Kind:
     gone = (
         range(x.ndim)
         if dims is None or dims == []
-        else [d % x.ndim for d in ([dims] if isinstance(dims, int) else dims)]
+        else [d % max(x.ndim, 1) for d in ([dims] if isinstance(dims, int) else dims)]
     )
     if name not in ("sum", "mean"):
         need_no_sum(name, [kind])

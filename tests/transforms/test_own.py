@@ -346,7 +346,7 @@ LOCAL, REDUCED = fp.on_local_gradients, fp.on_reduced_gradients
 
 WRONG = {
     clip: (LOCAL, MissingCollective, "linalg_vector_norm of a partial sum over ep, dp. It is not linear"),
-    rounds: (LOCAL, MissingCollective, "a cast to torch.int32 of a partial sum over ep, dp."),
+    rounds: (LOCAL, MissingCollective, "_to_copy, to torch.int32, of a partial sum over ep, dp."),
     adds_once_a_rank: (
         LOCAL,
         MissingCollective,
@@ -489,3 +489,237 @@ def test_an_approximation_has_the_kind_of_what_it_stands_for():
         grad = grads["mlp.up"] * odd().count_terms(rows) / count
         update += grad.sign() * grad.abs().mean()
     oracle.close(found["mlp.up"], weights["mlp.up"] - update)
+
+
+def whole_of(x, leaf):
+    for dim, axis in enumerate(leaf.spec.axes):
+        x = leaf.all_gather(x, axis, dim) if axis else x
+    return x
+
+
+def block_of(x, leaf):
+    for dim, axis in enumerate(leaf.spec.axes):
+        x = leaf.slice(x, axis, dim) if axis else x
+    return x
+
+
+def shifted_to_unit_length(grad, leaf):
+    grad = grad + 1.0
+    return grad / leaf.norm(grad)
+
+
+def from_the_smallest(grad, leaf):
+    return grad * (1.0 + leaf.amax(-grad.abs()))
+
+
+def by_its_count(grad, leaf):
+    return grad / leaf.psum(torch.ones_like(grad).sum(), *leaf.spec.sharded)
+
+
+def by_the_whole(grad, leaf):
+    return grad * whole_of(grad, leaf).std() * 10.0
+
+
+def orthogonal(grad, leaf):
+    whole = whole_of(grad, leaf)
+    rows = whole.flatten(0, -2) if whole.ndim > 1 else whole[None]
+    square = torch.eye(rows.shape[0], dtype=grad.dtype) + rows @ rows.mT
+    return block_of((torch.linalg.inv(square) @ rows).reshape(leaf.shape), leaf)
+
+
+def noise_of_each_entry(grad, leaf):
+    return grad + 0.1 * block_of(leaf.normal(*leaf.shape), leaf)
+
+
+def towards_the_leaf(grad, leaf):
+    return torch.lerp(grad, leaf.param, 0.1)
+
+
+def rows_of_heads(grad, leaf):
+    if grad.ndim != 3 or leaf.spec.axes[0] is None:
+        return grad
+    rows = grad.flatten(0, 1)
+    return (rows * rows.norm(dim=1, keepdim=True)).unflatten(0, (-1, leaf.shape[1]))
+
+
+WHOLE_LEAF = [
+    shifted_to_unit_length,
+    from_the_smallest,
+    by_its_count,
+    by_the_whole,
+    orthogonal,
+    noise_of_each_entry,
+    towards_the_leaf,
+    rows_of_heads,
+]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "mesh"), [(13, fp.Mesh(pp=2, dp=2, tp=2)), (5, fp.Mesh(tp=4))], ids=["uneven", "a rank without a row"]
+)
+@pytest.mark.parametrize("function", WHOLE_LEAF, ids=lambda f: f.__name__)
+def test_a_map_of_the_whole_leaf_is_the_same_however_it_is_cut_and_padded(function, vocab, mesh):
+    program = fp.compose(fp.on_reduced_gradients(function), TIE, *RANKS)(small_llama(vocab=vocab, kv_heads=4))
+    fp.testing.assert_equivalent(program, mesh, steps=2, optimizer=fp.optim.sgd(lr=0.1), donate=True)
+
+
+@pytest.mark.parametrize("function", [towards_the_leaf, noise_of_each_entry], ids=lambda f: f.__name__)
+def test_the_parameter_comes_in_the_dtype_of_the_gradient(function):
+    program = fp.compose(fp.on_reduced_gradients(function), *RANKS)(small_llama())
+    found = oracle.train_on(program, MESH, BATCHES[:1], dtype=torch.bfloat16)
+    assert all(x.dtype == torch.bfloat16 for x in found.run.weights.values())
+
+
+def test_a_map_may_return_a_view_of_its_gradient():
+    def turned(grad, leaf):
+        return grad.mT
+
+    one = fp.compose(fp.on_reduced_gradients(lambda grad, leaf: grad.mT.clone(), "square"))(squared())
+    two = fp.compose(fp.on_reduced_gradients(turned, "square"))(squared())
+    batch = {"x": torch.randn(4, 6, generator=torch.Generator().manual_seed(0))}
+    runs = [oracle.train_on(program, fp.Mesh(), [batch]).run for program in (one, two)]
+    oracle.same_bits(*runs)
+
+
+def squared():
+    """A model of one square leaf."""
+    params = {"square": fp.Param((6, 6), "a b", fp.init.normal(0.5))}
+    return fp.Model(
+        params,
+        [("only", "square", lambda p, x, par: x["x"] @ p)],
+        lambda p, x, par: (x.square().sum(), len(x)),
+        {"x": fp.Input((None, 6), torch.float32)},
+        count=lambda batch: torch.tensor(len(batch["x"])),
+    )
+
+
+def by_the_size_of_a_shard(grad, leaf):
+    return grad / grad.numel() ** 0.5
+
+
+def by_the_length_of_a_shard(grad, leaf):
+    return grad * (1.0 / grad.shape[0])
+
+
+def by_ones_of_a_shard(grad, leaf):
+    return grad * torch.ones(grad.shape).sum()
+
+
+def by_noise_of_a_shard(grad, leaf):
+    return grad * leaf.normal(*grad.shape).norm()
+
+
+def branches_on_a_size(grad, leaf):
+    return grad if grad.shape[0] > 7 else grad * 2
+
+
+def branches_in_the_end(grad, leaf):
+    return grad.neg() if grad.shape[0] > 7 else grad
+
+
+def rows_taken_apart(grad, leaf):
+    other = grad.reshape(grad.shape[1], grad.shape[0])
+    return (other * other.norm(dim=1, keepdim=True)).reshape(grad.shape)
+
+
+def rolls_all(grad, leaf):
+    return grad.roll(1)
+
+
+def sums_as_integers(grad, leaf):
+    return grad - (grad * 100).sum(1, keepdim=True, dtype=torch.int64).to(grad.dtype)
+
+
+def reads_bits(grad, leaf):
+    return grad.view(torch.int32).neg().view(torch.float32)
+
+
+def looks_up_by_block(grad, leaf):
+    table = leaf.normal(2).index_select(0, (leaf.param.sum(1) > 0).long())
+    return grad * table.sum()
+
+
+def slices_a_block(grad, leaf):
+    return leaf.slice(grad, "tp", 0)
+
+
+def slices_another_dim(grad, leaf):
+    return leaf.slice(leaf.normal(*leaf.shape), "tp", 1)
+
+
+SIZED = {
+    by_the_size_of_a_shard: (REDUCED, "div with other=4.898979485566356, a number that depends on how the leaf is cut"),
+    by_the_length_of_a_shard: (
+        LOCAL,
+        "mul with other=0.25, a number that depends on how the leaf is cut: for the whole",
+    ),
+    by_ones_of_a_shard: (
+        REDUCED,
+        "ones gives a tensor that is whole on every rank, of shape [4, 6], but [8, 6] for the",
+    ),
+    by_noise_of_a_shard: (
+        REDUCED,
+        "leaf.normal gives a tensor that is whole on every rank, of shape [4, 6], but [8, 6]",
+    ),
+    branches_on_a_size: (REDUCED, "it does another thing (mul) on the shard of a leaf than on the whole (nothing)"),
+    branches_in_the_end: (REDUCED, "it does another thing (nothing) on the shard of a leaf than on the whole (neg)"),
+    rows_taken_apart: (
+        REDUCED,
+        "view gives a tensor that is cut along tp in dim 0, of shape [6, 4], but [6, 8] for the",
+    ),
+    rolls_all: (REDUCED, "roll of a value that is cut along tp in dim 0 mixes its blocks"),
+    sums_as_integers: (LOCAL, "sum, to torch.int64, of a partial sum over ep, dp. It is not linear"),
+    reads_bits: (LOCAL, "view, to torch.int32, of a partial sum over ep, dp. It is not linear"),
+    looks_up_by_block: (REDUCED, "index_select by indices that are cut along tp in dim 0. Make them whole first."),
+    slices_a_block: (
+        REDUCED,
+        "leaf.slice over tp of a value that is cut along tp in dim 0, for a leaf that is ffn@tp embed",
+    ),
+    slices_another_dim: (REDUCED, "leaf.slice over tp of dim 1 of a tensor of shape [8, 6]: the leaf has 8 there"),
+}
+
+
+@pytest.mark.parametrize("function", SIZED, ids=lambda f: f.__name__)
+def test_what_depends_on_the_size_of_a_shard_is_refused_when_composed(function):
+    on, message = SIZED[function]
+    where = f"{on.__name__}({function.__name__}) on mlp.up, transforms/test_own.py:"
+    with pytest.raises(fp.ParallelError, match=re.escape(where) + ".*" + re.escape(message)):
+        refused(function, on)()
+
+
+def test_a_sum_over_a_dim_of_a_leaf_without_dims_is_the_leaf():
+    def summed(grad, leaf):
+        return grad.sum(-1)
+
+    program = fp.compose(fp.on_local_gradients(summed, "odds"), fp.dp_reduce())
+    params = {"odds": fp.Param((), "", fp.init.ones())}
+    model = fp.Model(
+        params,
+        [("only", "odds", lambda p, x, par: x["x"] * p)],
+        lambda p, x, par: (x.square().sum(), len(x)),
+        {"x": fp.Input((None, 6), torch.float32)},
+        count=lambda batch: torch.tensor(len(batch["x"])),
+    )
+    assert program(model).plan(fp.Mesh(dp=2)).specs["odds"].pending == ("ep", "dp")
+
+
+def test_leaves_that_differ_in_their_path_alone_are_followed_once_unless_a_map_asks_for_it():
+    calls = []
+
+    def counted(grad, leaf):
+        calls.append(grad.shape)
+        return grad * leaf.spec.shape[0]
+
+    def by_name(grad, leaf):
+        if leaf.path == "blocks.3.mlp.up.weight":
+            return grad.sign()
+        return grad
+
+    def times(blocks):
+        calls.clear()
+        fp.compose(fp.on_local_gradients(counted, "blocks.*"), *RANKS)(small_gpt(blocks=blocks))
+        return len(calls)
+
+    assert times(2) == times(4) > 0
+    with pytest.raises(MissingCollective, match=r"on_local_gradients\(by_name\) on blocks.3.mlp.up.weight"):
+        fp.compose(fp.on_local_gradients(by_name), *RANKS)(small_gpt(blocks=4))
