@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import functional_par as fp
@@ -70,7 +70,7 @@ class Leg:
 @st.composite
 def journeys(draw):
     legs = []
-    for i in range(draw(st.integers(2, 4))):
+    for i in range(draw(st.integers(2, 3))):
         carried = i > 0 and draw(st.booleans())
         layout = draw(LAYOUTS)
         if carried:
@@ -182,7 +182,7 @@ def check_gathered(plan, states, gathered):
 def test_journeys_carry_states_move_them_and_give_them_away():
     seen = []
 
-    @settings(max_examples=100, database=None)
+    @settings(max_examples=300, database=None, phases=[Phase.generate])
     @given(journeys())
     def collect(legs):
         seen.extend(zip([None, *legs], legs, strict=False))
