@@ -1,4 +1,5 @@
-"""What each of eight processes does in test_processes.py: three steps in every layout, each writes what came out."""
+"""What each of eight processes does in test_processes.py: three steps in every layout, and every collective once;
+each writes what came out."""
 
 import functools
 import sys
@@ -10,6 +11,7 @@ import torch._dynamo  # of which the first trace needs a part
 import functional_par as fp
 from functional_par import tree
 from tests import oracle
+from tests.properties.test_collectives import on_rank
 from tests.spawn import spawn
 from tests.test_layouts import CLIP, SEQ, VOCAB, Case, model_of, transforms
 
@@ -21,6 +23,7 @@ CASES = (
     Case(2, 4, 1, None, None, "1f1b", 4, False, "llama"),
 )
 ROWS, STEPS = 24, 3
+AXES, SEED = ("tp", "dp"), 1
 
 
 @functools.cache
@@ -40,7 +43,10 @@ def train(case: Case, folder: Path) -> None:
             seen.append([metrics["loss"], metrics["grad_norm"], metrics["tokens"]])
         weights = tree.flatten(step.gather(state))
         own = {path: x for path, x in state.flat.items() if path == "embed.weight" and case.tied}
-        torch.save({"seen": seen, "weights": weights, "own": own}, folder / f"{case}.{world.rank}.pt")
+        # Every collective over four of the eight, of random shapes, where the mesh has such a group.
+        exchanged = on_rank(world, AXES, SEED) if case == CASES[0] else None
+        saved = {"seen": seen, "weights": weights, "own": own, "exchanged": exchanged}
+        torch.save(saved, folder / f"{case}.{world.rank}.pt")
 
     fp.run(main, mesh)
 

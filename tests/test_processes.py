@@ -13,7 +13,8 @@ import torch
 import functional_par as fp
 
 from . import oracle
-from .process_layouts import CASES, batches
+from .process_layouts import AXES, CASES, SEED, batches
+from .properties.test_collectives import check_all
 from .test_layouts import CLIP, model_of, transforms
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +54,11 @@ def check_ranks(case, found):
     assert len(copies) == (case.tp if case.tied else 0)
 
 
-def test_eight_processes_equal_one_process_and_copies_of_a_tied_leaf_are_equal_bit_for_bit(tmp_path):
+def test_eight_processes_equal_one_process_copies_of_a_tied_leaf_in_every_bit_and_collectives_their_definitions(tmp_path):
     launch(tmp_path)
     for case in CASES:
-        check_ranks(case, [torch.load(tmp_path / f"{case}.{rank}.pt") for rank in range(8)])
+        found = [torch.load(tmp_path / f"{case}.{rank}.pt") for rank in range(8)]
+        check_ranks(case, found)
+        if case == CASES[0]:
+            mesh = fp.Mesh(dp=case.dp, pp=case.pp, tp=case.tp)
+            check_all(mesh, AXES, SEED, [rank["exchanged"] for rank in found])

@@ -255,18 +255,16 @@ def check_calls(case: Case, record: Any, group: Any, carried: dict[str, Tensor])
     assert record.nbytes == nbytes
 
 
-@every_place
-@few(2, 0.1)
-@given(seeds)
-def test_a_collective_is_linear_equals_its_definition_and_its_pullback_is_the_transpose(mesh, axes, seed):
-    all_cases = cases(len(mesh.group(*axes, rank=0)), random.Random(seed))
+def on_rank(world: fp.World, axes: tuple[str, ...], seed: int) -> list[tuple[Tensor, ...]]:
+    """What one rank finds, on any backend: for each case x, f(x), c and the pulled c."""
+    collective, group = surface(world, axes)
+    found = cases(group.size, random.Random(seed))
+    return [check_one(case, collective, group, world, seed + i) for i, case in enumerate(found)]
 
-    def main(world):
-        collective, group = surface(world, axes)
-        return [check_one(case, collective, group, world, seed + i) for i, case in enumerate(all_cases)]
 
-    found = fp.run(main, mesh, timeout=30.0)
-    for i, case in enumerate(all_cases):
+def check_all(mesh: Mesh, axes: tuple[str, ...], seed: int, found: Sequence[list[tuple[Tensor, ...]]]) -> None:
+    """What only all ranks together show: definitions, and the dot test. ``found`` has an entry a rank."""
+    for i, case in enumerate(cases(len(mesh.group(*axes, rank=0)), random.Random(seed))):
         for ranks in mesh.groups(*axes):
             x, y, c, pulled = zip(*(found[rank][i] for rank in ranks), strict=True)
             for got, want in zip(y, case.define(x), strict=True):
@@ -274,6 +272,13 @@ def test_a_collective_is_linear_equals_its_definition_and_its_pullback_is_the_tr
             assert not case.replicated_out or all(torch.equal(got, y[0]) for got in y), case.name
             assert not case.replicated_in or all(torch.equal(got, pulled[0]) for got in pulled), case.name
             assert pairing(x, y, c, pulled, case.replicated_in, case.replicated_out).holds, case.name
+
+
+@every_place
+@few(2, 0.1)
+@given(seeds)
+def test_a_collective_is_linear_equals_its_definition_and_its_pullback_is_the_transpose(mesh, axes, seed):
+    check_all(mesh, axes, seed, fp.run(lambda world: on_rank(world, axes, seed), mesh, timeout=30.0))
 
 
 @every_place
