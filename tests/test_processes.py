@@ -54,7 +54,7 @@ def check_ranks(case, found):
     assert len(copies) == (case.tp if case.tied else 0)
 
 
-def test_eight_processes_equal_one_process_copies_of_a_tied_leaf_in_every_bit_and_collectives_their_definitions(tmp_path):
+def test_eight_processes_equal_one_process_tied_copies_in_every_bit_and_collectives_their_definitions(tmp_path):
     launch(tmp_path)
     for case in CASES:
         found = [torch.load(tmp_path / f"{case}.{rank}.pt") for rank in range(8)]
