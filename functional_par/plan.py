@@ -154,7 +154,9 @@ class Plan:
                 spec, owes=tuple(owed[axis] for axis in AXES if axis in owed) if spec.trainable else ()
             )
         mapped = infer(self.maps, specs, self.mesh)
-        return replace(self, specs=mapped.specs, map_groups=mapped.groups)._traced_as(staged)
+        # The mesh of ones, whose one stage needs no costs, tells them to all others.
+        costs = self.costs or {name: layer.work for name, layer in staged.trace().layers.items()}
+        return replace(self, specs=mapped.specs, map_groups=mapped.groups, costs=costs)._traced_as(staged)
 
     def _traced_as(self, other: Plan) -> Plan:
         """This plan with the other's traces, which it would make again if it differs in nothing that is traced."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from functional_par.errors import CompositionError
+from functional_par.errors import CompositionError, MeshError
 from functional_par.mesh import Mesh
 from functional_par.model import Model
 from functional_par.plan import Plan
@@ -48,14 +48,15 @@ class Program:
         Raises:
             ParallelError: whatever is wrong with the composition on this mesh; see ``functional_par.errors``.
         """
+        if not isinstance(mesh, Mesh):
+            raise MeshError(f"a plan for {mesh!r}: give an fp.Mesh, such as fp.Mesh(dp=2, tp=2).")
         with self._lock:
             if mesh not in self._plans:
                 self._plans[mesh] = self._make_plan(mesh)
             return self._plans[mesh]
 
     def _make_plan(self, mesh: Mesh) -> Plan:
-        one = Mesh()
-        costs = self._plans[one].costs if one in self._plans else _costs(self.source)
+        costs = {} if mesh == Mesh() else self.plan(Mesh()).costs
         plan = Plan.start(self.source, mesh, costs)
         for transform in self.transforms:
             plan = transform(plan)
@@ -132,9 +133,3 @@ def compose(*transforms: Transform) -> Callable[[Model], Program]:
 
 def _name(kind: type) -> str:
     return {"ShardTP": "shard_tp", "StagePP": "stage_pp", "DPReduce": "dp_reduce"}.get(kind.__name__, kind.__name__)
-
-
-def _costs(model: Model) -> dict[str, int]:
-    """Work of each layer on one row, from a trace of the plain function."""
-    traced: Any = Plan.start(model, Mesh(), {}).trace()
-    return {name: layer.work for name, layer in traced.layers.items()}

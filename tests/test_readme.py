@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
-PAIRS = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
+BLOCK = r"((?:(?!```).)*)```"
+PAIRS = re.findall(rf"```python\n{BLOCK}\n\n```text\n{BLOCK}", README, re.DOTALL)
 
 
 def runs(index: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:

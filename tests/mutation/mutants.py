@@ -361,8 +361,8 @@ MUTANTS = (
     Mutant(
         "a leaf is drawn from the rank's own place instead of the global one",
         "init.py",
-        "        index += (local + dims[0][1]) * stride",
-        "        index += local * stride",
+        "(local - above * length + start) * stride",
+        "(local - above * length) * stride",
         ("tests/test_init.py", *STEPS),
     ),
     Mutant(
