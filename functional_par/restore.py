@@ -32,20 +32,22 @@ def restore(
     """The state of ``rank``; see ``Step.load``."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise StateError(f"load(step={step!r}): the number of steps done is an integer of at least 0.")
-    leaves = _shards(plan, rank, params, "params", dtype, device, plan.stage_leaves(plan.mesh.coords(rank).pp))
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise StateError(f"load(seed={seed!r}): the seed of a run is an integer.")
+    leaves = _shards(plan, rank, params, "params", dtype, device, tuple(plan.specs))
     trained = {path: leaf for path, leaf in leaves.items() if plan.specs[path].trainable}
     if opt is None:
         return State(step, seed, leaves, optimizer.init(trained))
+    if not isinstance(opt, Mapping):
+        raise StateError(f"load(opt=...): a dict of slots, as step.gather_opt returns it, not {type(opt).__name__}.")
     if set(opt) != set(optimizer.slots):
         raise StateError(
             f"load(opt=...): it has the slots {', '.join(opt) or 'none'}, but {optimizer.name} keeps "
             f"{', '.join(optimizer.slots) or 'none'}. Build the step with the optimizer that made them, or leave opt out to "
             "start it afresh."
         )
-    wide = slot_dtype(dtype)
-    slots = {
-        slot: _shards(plan, rank, flat, f"opt[{slot!r}]", wide, device, tuple(trained)) for slot, flat in opt.items()
-    }
+    wide, paths = slot_dtype(dtype), tuple(path for path, spec in plan.specs.items() if spec.trainable)
+    slots = {slot: _shards(plan, rank, flat, f"opt[{slot!r}]", wide, device, paths) for slot, flat in opt.items()}
     return State(step, seed, leaves, slots)
 
 
@@ -58,22 +60,38 @@ def _shards(
     device: torch.device,
     paths: tuple[str, ...],
 ) -> dict[str, Tensor]:
-    """This rank's shards of some leaves, in memory of their own."""
+    """This rank's shards of some leaves, in memory of their own. Leaves of all stages are checked: every rank raises alike."""
+    if not isinstance(whole, Mapping):
+        raise StateError(f"load({what}): a nested dict of whole leaves, not {type(whole).__name__}.")
     flat = tree.flatten(whole)
+    for name, leaf in flat.items():
+        _check_leaf(name, leaf, what)
     _check_names(plan, flat, what)
     flat = {plan.aliases.get(name, name): leaf for name, leaf in flat.items()}
-    shards = {}
+    own, shards = plan.stage_leaves(plan.mesh.coords(rank).pp), {}
     for path in paths:
         leaf, spec = flat.get(path), plan.specs[path]
-        if not isinstance(leaf, Tensor):
+        if leaf is None:
             raise StateError(f"load({what}): the tree has no tensor {path} {list(spec.shape)}.")
         if tuple(leaf.shape) != spec.shape:
             raise StateError(
                 f"load({what}): {path} has shape {list(leaf.shape)}, but the model has {spec} {list(spec.shape)}. Give whole "
                 "leaves, as step.gather returns them."
             )
-        shards[path] = cut(plan, spec, leaf, rank).to(device, dtype)
+        if path in own:
+            shards[path] = cut(plan, spec, leaf.detach(), rank).to(device, dtype)
     return shards
+
+
+def _check_leaf(name: str, leaf: Any, what: str) -> None:
+    """Refuse what has no values that a parameter could have."""
+    if not isinstance(leaf, Tensor):
+        raise StateError(f"load({what}): {name} is of type {type(leaf).__name__}; every leaf is a whole tensor.")
+    if leaf.is_meta or leaf.layout != torch.strided:
+        kind = "on the meta device, without data" if leaf.is_meta else f"of layout {leaf.layout}"
+        raise StateError(f"load({what}): {name} is {kind}; give its values, in an ordinary tensor.")
+    if leaf.is_complex():
+        raise StateError(f"load({what}): {name} is of {leaf.dtype}; the imaginary part would be lost.")
 
 
 def _check_names(plan: Plan, flat: Mapping[str, Any], what: str) -> None:
@@ -83,8 +101,13 @@ def _check_names(plan: Plan, flat: Mapping[str, Any], what: str) -> None:
     seen: dict[str, str] = {}
     for name in flat:
         other = seen.setdefault(plan.aliases.get(name, name), name)
-        if other != name and not torch.equal(flat[name], flat[other]):
+        if other != name and not _alike(flat[name], flat[other]):
             raise StateError(
                 f"load({what}): {other} and {name} are tied in this program, but the tree has different values for them. Give "
                 f"both the same, or leave {name} out."
             )
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    """The same numbers, in whatever dtype and place."""
+    return a.shape == b.shape and torch.equal(a.detach().cpu().double(), b.detach().cpu().double())

@@ -125,6 +125,35 @@ def wrong_trees():
             {"params": whole, "opt": moments | {"exp_avg": tree.unflatten(missing)}},
             "load(opt['exp_avg']): the tree has no tensor norm.weight [8].",
         ),
+        "array": (
+            {"params": whole | {"norm.weight": whole["norm.weight"].numpy()}},
+            "load(params): norm.weight is of type ndarray; every leaf is a whole tensor.",
+        ),
+        "tied array": (
+            {"params": whole | {"head.weight": None}},
+            "load(params): head.weight is of type NoneType; every leaf is a whole tensor.",
+        ),
+        "meta": (
+            {"params": whole | {"head.weight": whole["head.weight"].to("meta")}},
+            "load(params): head.weight is on the meta device, without data; give its values",
+        ),
+        "sparse": (
+            {"params": whole | {"norm.weight": whole["norm.weight"].to_sparse()}},
+            "load(params): norm.weight is of layout torch.sparse_coo; give its values",
+        ),
+        "complex": (
+            {"params": whole | {"norm.weight": whole["norm.weight"] + 0j}},
+            "load(params): norm.weight is of torch.complex128; the imaginary part would be lost.",
+        ),
+        "no slots": (
+            {"params": whole, "opt": 3},
+            "load(opt=...): a dict of slots, as step.gather_opt returns it, not int.",
+        ),
+        "no slot": (
+            {"params": whole, "opt": moments | {"exp_avg": 3}},
+            "load(opt['exp_avg']): a nested dict of whole leaves, not int.",
+        ),
+        "seed": ({"params": whole, "seed": 1.5}, "load(seed=1.5): the seed of a run is an integer."),
         "step": ({"params": whole, "step": -1}, "load(step=-1): the number of steps done is an integer of at least 0."),
     }
 
@@ -135,3 +164,30 @@ def test_a_tree_that_does_not_fit_is_refused_with_the_leaf_and_the_reason(name):
     options = options | {"params": tree.unflatten(options["params"])}
     with pytest.raises(StateError, match=re.escape(message)):
         step_of().load(**options)
+
+
+def test_a_tree_that_is_none_is_refused():
+    with pytest.raises(StateError, match=re.escape("load(params): a nested dict of whole leaves, not NoneType.")):
+        step_of().load(None)
+
+
+def test_leaves_with_a_gradient_leave_it_behind_and_tied_names_may_differ_in_dtype():
+    given = params()
+    given["norm.weight"] = torch.nn.Parameter(given["norm.weight"])
+    given["embed.weight"] = given["embed.weight"].float()
+    given["head.weight"] = given["embed.weight"].double().requires_grad_()
+    flat = step_of().load(tree.unflatten(given)).flat
+    assert not any(x.requires_grad for x in flat.values())
+    assert torch.equal(flat["norm.weight"], given["norm.weight"].detach().float())
+
+
+@pytest.mark.parametrize("wrong", ["norm.weight", "position.weight"])
+def test_every_rank_refuses_what_only_some_stage_holds(wrong):
+    program = fp.compose(*TRANSFORMS["ranks"])(small_gpt())
+    given = tree.unflatten({path: x for path, x in params().items() if path != wrong})
+
+    def main(world):
+        with pytest.raises(StateError, match=f"the tree has no tensor {wrong}"):
+            program.step(world, oracle.adamw()).load(given)
+
+    fp.run(main, MESHES["ranks"], backend="threads")
