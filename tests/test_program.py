@@ -324,3 +324,8 @@ def test_a_weight_read_whole_and_by_split_computation_is_refused_with_both_lines
     for part in ("layer 'whole'", "layer 'split'", "return x * p", "par.pvary(w, 'tp')"):
         matched(caught.value, part)
     assert program(right).plan(Mesh(tp=2)).specs["w"].owes == ()
+
+
+def test_a_plan_for_what_is_no_mesh_is_refused():
+    with pytest.raises(fp.MeshError, match=re.escape("a plan for None: give an fp.Mesh, such as fp.Mesh(dp=2, tp=2).")):
+        fp.compose()(small_gpt()).plan(None)

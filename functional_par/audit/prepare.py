@@ -85,8 +85,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def given_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A user's batch, floating-point fields in float64."""
-    if not isinstance(batch, Mapping) or not all(isinstance(x, Tensor) for x in batch.values()):
-        raise DataError(f"audit(batch=...): a dict of tensors with all rows in dim 0, not {type(batch).__name__}.")
+    if not isinstance(batch, Mapping) or not batch or not all(isinstance(x, Tensor) for x in batch.values()):
+        shown = "an empty one" if isinstance(batch, Mapping) and not batch else type(batch).__name__
+        raise DataError(f"audit(batch=...): a dict of tensors with all rows in dim 0, not {shown}.")
     return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
 
 

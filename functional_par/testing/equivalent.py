@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_par.errors import CompositionError, DataError
 from functional_par.mesh import Mesh
 from functional_par.optim import Optimizer
 from functional_par.plan import Plan
@@ -113,6 +114,8 @@ def made_up(plan: Plan, steps: int = 1) -> list[dict[str, Tensor]]:
 
 
 def _differences(program: Program, mesh: Mesh, batch: GivenBatch, steps: int, how: Training) -> tuple[Difference, ...]:
+    if not isinstance(program, Program):
+        raise CompositionError(f"assert_equivalent({type(program).__name__}, mesh): a program, from fp.compose.")
     plan = program.plan(mesh)
     if batch is None:
         batches: Sequence[Mapping[str, Tensor]] = made_up(plan, steps)
@@ -120,6 +123,11 @@ def _differences(program: Program, mesh: Mesh, batch: GivenBatch, steps: int, ho
         batches = [batch] * steps
     else:
         batches = list(batch)
+    if not batches or not all(isinstance(each, Mapping) for each in batches):
+        raise DataError(
+            f"assert_equivalent(batch, steps={steps}): it compares at least one step, on a dict of tensors or a list of such, "
+            "one a step."
+        )
     # What the user's maps make of gradients no plain function says; one rank alone does.
     alone = on_ranks(program, Mesh(), batches, how) if plan.maps else plainly(program.model, batches, how)
     return compared(on_ranks(program, mesh, batches, how), alone)

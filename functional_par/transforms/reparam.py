@@ -51,11 +51,17 @@ class Reparam(Transform):
 
     def _make(self, path: str, leaf: Param) -> Param | Mapping[str, Param]:
         made = self.leaves(path, leaf)
-        entries = list(made.items()) if isinstance(made, Mapping) else [("", made)]
+        entries = list(made.items()) if isinstance(made, Mapping) else [("it", made)]
+        if not entries:
+            raise CompositionError(
+                f"reparam: {path} becomes no leaf at all; give an fp.Param, or a dict of some. For a constant take a leaf "
+                "with trainable=False."
+            )
         for name, new in entries:
-            if not isinstance(new, Param) or not isinstance(name, str) or "." in name:
+            if not isinstance(new, Param) or not isinstance(name, str) or not name or "." in name:
                 raise CompositionError(
-                    f"reparam: the new leaves of {path} are {made!r}; give an fp.Param, or a dict of a few by name."
+                    f"reparam: the new leaves of {path} are {made!r}; give an fp.Param, or a dict of a few by name, "
+                    "without dots."
                 )
         if isinstance(made, Mapping) and self.value is None:
             raise CompositionError(

@@ -92,3 +92,9 @@ def test_what_is_no_program_or_no_batch_is_refused():
 def test_a_plan_that_raises_is_a_diagnosis():
     with pytest.raises(fp.CompositionError, match="tp=3 does not divide"):
         fp.audit(program(toys.small_gpt()), fp.Mesh(tp=3))
+
+
+def test_a_batch_without_fields_is_refused():
+    program = fp.compose(fp.dp_reduce())(toys.small_gpt())
+    with pytest.raises(fp.DataError, match="all rows in dim 0, not an empty one"):
+        fp.audit(program, fp.Mesh(dp=2), {})

@@ -200,3 +200,16 @@ def test_a_difference_of_the_size_of_float32s_rounding_says_so():
     assert (
         str(fp.testing.Difference("loss", 1e-3, 1.001, "metric")) == "loss: off by 0.001, 1.001 times what it should be"
     )
+
+
+@pytest.mark.parametrize(
+    "given", [{"batch": []}, {"steps": 0}, {"batch": (1,)}], ids=["no batch", "no step", "numbers"]
+)
+def test_a_comparison_of_nothing_is_refused(given):
+    with pytest.raises(fp.DataError, match="it compares at least one step, on a dict of tensors or a list of such"):
+        fp.testing.assert_equivalent(compose(RIGHT), fp.Mesh(dp=2), **given)
+
+
+def test_what_is_no_program_is_refused():
+    with pytest.raises(fp.CompositionError, match=r"assert_equivalent\(NoneType, mesh\): a program, from fp.compose"):
+        fp.testing.assert_equivalent(None, fp.Mesh())

@@ -148,6 +148,14 @@ def test_layers_of_one_function_are_still_traced_once():
             "reparam: the new leaves of norm.weight are {'a': 1}; give an fp.Param",
         ),
         (
+            lambda: fp.reparam("norm.*", leaves=lambda p, w: {}, value=lambda p, par: p),
+            "reparam: norm.weight becomes no leaf at all; give an fp.Param, or a dict of some.",
+        ),
+        (
+            lambda: fp.reparam("norm.*", leaves=lambda p, w: {"": w}, value=lambda p, par: p[""]),
+            "give an fp.Param, or a dict of a few by name, without dots.",
+        ),
+        (
             lambda: fp.reparam("norm.*", leaves=lambda p, w: {"a": w, "b": w}),
             "reparam: norm.weight becomes the leaves a, b, so value=... has to say what layers read in its place.",
         ),
