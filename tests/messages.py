@@ -135,7 +135,8 @@ def _site(node: ast.AST, kind: str, text: ast.AST, scope: Scope) -> Site:
 def _words(node: ast.AST) -> list[str]:
     """The literal parts of a text."""
     if isinstance(node, ast.Constant):
-        return [word for word in re.split(r"\{\w*(?:![rsa])?\}", node.value) if word] if isinstance(node.value, str) else []
+        whole = node.value if isinstance(node.value, str) else ""
+        return [word for word in re.split(r"\{\w*(?:![rsa])?\}", whole) if word]
     if isinstance(node, ast.JoinedStr):
         return [word for value in node.values for word in _words(value)]
     if isinstance(node, ast.BinOp):
