@@ -17,8 +17,8 @@ def clip(grad, leaf):
 
 
 def of_the_block(grad, leaf):
-    """By the number of rows of this rank's block, which no type can tell from a number of the leaf."""
-    return grad / grad.shape[0]
+    """Signs times the mean size of this rank's block: what an approximation does is its author's to answer for."""
+    return leaf.approximate(grad, lambda block: block.sign() * block.abs().mean())
 
 
 def test_a_map_that_every_layout_computes_alike_is_equivalent():
@@ -29,5 +29,5 @@ def test_a_map_that_every_layout_computes_alike_is_equivalent():
 
 def test_a_map_that_depends_on_the_layout_is_not():
     program = fp.compose(fp.on_reduced_gradients(of_the_block, "*.mlp.up.weight"), *RANKS)(small_llama())
-    with pytest.raises(AssertionError, match=r"gradient of blocks\.0\.mlp\.up\.weight: off by .*, 2 times"):
+    with pytest.raises(AssertionError, match=r"gradient of blocks\.0\.mlp\.up\.weight: off by"):
         assert_equivalent(program, MESH)
