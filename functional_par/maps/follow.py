@@ -161,15 +161,15 @@ class TraceLeaf(Leaf):
 
     def approximate(self, x: Tensor, by: Callable[[Tensor], Tensor]) -> Tensor:
         kind = self.typing.kind(x)
-        plain = torch.empty_like(x)
         with self.typing.free():
-            y = by(self.typing.note(plain, WHOLE))
+            y = by(self.typing.note(torch.empty_like(x), WHOLE))
         if not isinstance(y, Tensor) or y.shape != x.shape:
             raise ModelError(
                 f"leaf.approximate: the approximation of a tensor of shape {list(x.shape)} is "
                 f"{list(y.shape) if isinstance(y, Tensor) else type(y).__name__}; it has the same shape."
             )
-        return self.typing.note(torch.empty_like(y), kind)
+        with self.typing.free():
+            return self.typing.note(torch.empty_like(y), kind)
 
     def _known(self, name: str, x: Any, axes: tuple[str, ...]) -> Kind:
         if not isinstance(x, Tensor):
