@@ -24,12 +24,17 @@ def restore(
     params: Mapping[str, Any],
     opt: Mapping[str, Mapping[str, Any]] | None,
     *,
-    step: int,
+    step: int | None,
     seed: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> State:
     """The state of ``rank``; see ``Step.load``."""
+    if step is None and opt is not None:
+        raise StateError(
+            "load(opt=...) without step=...: say how many steps made it, by which rate and bias correction go on."
+        )
+    step = 0 if step is None else step
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise StateError(f"load(step={step!r}): the number of steps done is an integer of at least 0.")
     if isinstance(seed, bool) or not isinstance(seed, int):

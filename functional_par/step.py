@@ -156,7 +156,7 @@ class Step:
         params: Mapping[str, Any],
         opt: Mapping[str, Mapping[str, Any]] | None = None,
         *,
-        step: int = 0,
+        step: int | None = None,
         seed: int = 0,
     ) -> State:
         """This rank's state out of whole trees, such as ``gather`` and ``gather_opt`` of a step in another layout return.
@@ -165,7 +165,7 @@ class Step:
             params: nested dict of whole leaves, in any dtype. A tied leaf may go by any of its names; all that are given
                 hold the same values.
             opt: slot name, then a nested dict of whole leaves; None starts the optimizer afresh.
-            step: number of steps done, by which the learning rate goes on.
+            step: number of steps done, by which the learning rate goes on; by default 0, but needed with ``opt``.
             seed: of the run, by which random numbers go on.
 
         Raises:

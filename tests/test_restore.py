@@ -118,11 +118,11 @@ def wrong_trees():
             "load(params): embed.weight and head.weight are tied in this program, but the tree has different values",
         ),
         "slots": (
-            {"params": whole, "opt": {"momentum": moments["exp_avg"]}},
+            {"params": whole, "step": 1, "opt": {"momentum": moments["exp_avg"]}},
             "load(opt=...): it has the slots momentum, but adamw keeps exp_avg, exp_avg_sq.",
         ),
         "moment": (
-            {"params": whole, "opt": moments | {"exp_avg": tree.unflatten(missing)}},
+            {"params": whole, "step": 1, "opt": moments | {"exp_avg": tree.unflatten(missing)}},
             "load(opt['exp_avg']): the tree has no tensor norm.weight [8].",
         ),
         "array": (
@@ -146,14 +146,18 @@ def wrong_trees():
             "load(params): norm.weight is of torch.complex128; the imaginary part would be lost.",
         ),
         "no slots": (
-            {"params": whole, "opt": 3},
+            {"params": whole, "opt": 3, "step": 1},
             "load(opt=...): a dict of slots, as step.gather_opt returns it, not int.",
         ),
         "no slot": (
-            {"params": whole, "opt": moments | {"exp_avg": 3}},
+            {"params": whole, "opt": moments | {"exp_avg": 3}, "step": 1},
             "load(opt['exp_avg']): a nested dict of whole leaves, not int.",
         ),
         "seed": ({"params": whole, "seed": 1.5}, "load(seed=1.5): the seed of a run is an integer."),
+        "no step": (
+            {"params": whole, "opt": moments},
+            "load(opt=...) without step=...: say how many steps made it, by which rate and bias correction go on.",
+        ),
         "step": ({"params": whole, "step": -1}, "load(step=-1): the number of steps done is an integer of at least 0."),
     }
 

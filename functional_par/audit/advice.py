@@ -70,7 +70,10 @@ def not_linear(name: str) -> str:
 
 def times(factor: float) -> str:
     if abs(factor) > 1:
-        return "no factor par.size(...) here, and no second sum of what has been summed."
+        return (
+            "no factor par.size(...) here, and no second sum of what has been summed. A size read from a dim that is cut "
+            "(x.shape) is that of a rank's part: the whole is par.size(...) times as large."
+        )
     return "no division by par.size(...) here: sums over ranks are sums, not means."
 
 

@@ -32,6 +32,10 @@ Kind = Literal[
 ]
 
 
+SHOWN = 6
+"""Consequences that a report lists."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """One thing that is wrong.
@@ -127,5 +131,7 @@ class Audit:
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"{i}. {finding}" for i, finding in enumerate(self.findings, 1)]
         if self.consequences:
-            lines.append("in consequence: " + "; ".join(map(str, self.consequences)))
+            more = len(self.consequences) - SHOWN
+            shown = [*map(str, self.consequences[:SHOWN]), *([f"and {more} more"] if more > 0 else [])]
+            lines.append("in consequence: " + "; ".join(shown))
         return "\n".join(lines)

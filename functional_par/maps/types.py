@@ -57,5 +57,6 @@ def need_no_sum(what: str, kinds: Iterable[Kind]) -> None:
         raise NotLinear(
             f"{what} of a partial sum over {listed(owed)}. It is not linear: applied to the terms it gives another result than "
             f"applied to their sum. Sum first, with leaf.psum(x, {quoted(owed)}) (leaf.owes has the axes of the gradient), or "
-            "act after the reduction, with fp.on_reduced_gradients."
+            "act after the reduction, with fp.on_reduced_gradients; what stands for the gradient itself, such as its largest "
+            "entries, is leaf.approximate(x, by)."
         )

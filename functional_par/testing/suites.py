@@ -16,6 +16,7 @@ from functional_par.errors import ModelError, TraceError
 from functional_par.mesh import Mesh
 from functional_par.model import Model
 from functional_par.testing import properties
+from functional_par.testing.batch import Sample
 from functional_par.testing.case import Case, Given
 from functional_par.testing.layout import MODES, Layout, refusal
 from functional_par.testing.purity import the_step_is_pure
@@ -76,6 +77,8 @@ def suite(
         for check, cases, needs_stages in PROPERTIES
         if staged or not needs_stages
     }
+    if fixed is not None:
+        tests["test_each_axis_alone_equals_one_process"] = lambda self: _each_alone(fixed, among)
     if fixed is not None and "tp" in among.axes and max_ranks > 1:
         tests["test_tensor_parallelism_is_possible"] = lambda self: _possible(fixed, among)
     return type("Suite", (), tests)
@@ -107,6 +110,18 @@ def _method(check: Callable[[Case], None]) -> Callable[..., None]:
     test.__name__ = test.__qualname__ = f"test_{check.__name__}"
     test.__doc__ = check.__doc__
     return test
+
+
+def _each_alone(model: Model, among: Range) -> None:
+    """Two ranks along each axis, each mode, and two microbatches: few drawn layouts may leave one of these out."""
+    modes = tuple(mode for mode in among.modes if not _wrong_in(model, mode, among.given.others))
+    meshes = [Mesh(**{axis: 2}) for axis in among.axes if among.max_ranks > 1]
+    layouts = [Layout(mesh, mode) for mesh in meshes for mode in (modes if mesh.tp > 1 else modes[:1])]
+    for layout in [Layout(microbatches=2), *layouts]:
+        staged = layout.mesh.pp <= len(model.layers)
+        if staged and modes and not refusal(model, layout, *among.given.others):
+            samples = (Sample(2 * layout.pieces, size=2 * layout.mesh.tp, kept=(0, 1)),)
+            properties.every_layout_equals_one_process(Case(model, layout, samples, given=among.given))
 
 
 def _possible(model: Model, among: Range) -> None:

@@ -71,7 +71,8 @@ def check_loss(layer: Layer, output: Any, data: Axes) -> tuple[Use, ...]:
     if extra := order(value.axes - data):
         raise MissingCollective(
             f"{location(layer)}: the loss differs along {names(extra)}: every rank would train on a loss of its own. "
-            f"Sum its parts with par.psum(x, {quoted(extra)}), in the loss or in the layer before."
+            f"Sum its parts with par.psum(x, {quoted(extra)}), in the loss or in the layer before; logits that are cut over "
+            "the vocabulary go through fp.nn.cross_entropy."
         )
     summed = data - value.axes
     if same := order(summed & value.closed if value.sources else summed):

@@ -54,7 +54,8 @@ class TracePar(Par):
         return self._apply(rules.Max, x.detach(), "pmax", axes)
 
     def pvary(self, x: Tensor, *axes: str) -> Tensor:
-        return self._apply(rules.Vary, x, "pvary", axes)
+        hint = _SPLIT_STREAM if self.sequence_split and "tp" in axes else ""
+        return self._apply(rules.Vary, x, "pvary", axes, hint=hint)
 
     def all_gather(self, x: Tensor, axis: str, dim: int, to: Literal["varying", "replicated"] = "varying") -> Tensor:
         if to not in ("varying", "replicated"):
@@ -144,3 +145,9 @@ class TracePar(Par):
                 f"{x.shape[dim]} is not a multiple of {size}. Change the size of the dim or of the axis."
             )
         return dim
+
+
+_SPLIT_STREAM = (
+    "; or, if it is the stream, which in REDUCE_SCATTER is split on the sequence, enter and leave with fp.nn.column_linear and "
+    'fp.nn.row_linear, or by par.all_gather(x, "tp", 1) and par.reduce_scatter(y, "tp", 1) where par.sequence_split is true'
+)

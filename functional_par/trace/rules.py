@@ -5,7 +5,7 @@ backward of a traced layer applies, so that derivatives taken inside a layer are
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -26,6 +26,7 @@ class Rule(ABC):
         size: number of ranks along them.
         label: how the user wrote it.
         where: layer and line of the call.
+        hint: what else to say of a value that already differs.
     """
 
     typing: Typing
@@ -35,6 +36,8 @@ class Rule(ABC):
     where: str
 
     differentiable: ClassVar[bool] = True
+    hint: str = field(default="", kw_only=True)
+
     consequence: ClassVar[str] = "there is nothing to exchange"
 
     def run(self, x: Tensor) -> Tensor:
@@ -130,7 +133,7 @@ class Vary(Rule):
         if already := names(order(self.active & value.axes)):
             self.refuse(
                 f"{self.label} over {already} of a value that already differs along {already}; its cotangent would be "
-                f"summed once too often. Leave {already} out."
+                f"summed once too often. Leave {already} out{self.hint}."
             )
         return replace(value, axes=value.axes | self.active, alike=value.alike | self.active)
 

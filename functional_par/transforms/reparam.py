@@ -50,7 +50,12 @@ class Reparam(Transform):
         return plan
 
     def _make(self, path: str, leaf: Param) -> Param | Mapping[str, Param]:
-        made = self.leaves(path, leaf)
+        try:
+            made = self.leaves(path, leaf)
+        except Exception as error:
+            raise CompositionError(
+                f"reparam: leaves(...) failed for {path} ({leaf.dims}, {list(leaf.shape)}): {type(error).__name__}: {error}."
+            ) from error
         entries = list(made.items()) if isinstance(made, Mapping) else [("it", made)]
         if not entries:
             raise CompositionError(

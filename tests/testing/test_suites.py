@@ -20,6 +20,7 @@ from tests.raises import matched
 
 NAMES = [
     "test_a_pipeline_alone_changes_no_bit",
+    "test_each_axis_alone_equals_one_process",
     "test_every_layout_equals_one_process",
     "test_orders_of_transforms_give_equal_plans",
     "test_schedules_give_the_same_bits",
@@ -87,7 +88,7 @@ def test_a_suite_has_a_test_for_each_property():
     assert names_of(suite(model_of(), axes=("dp",))) == [
         n for n in NAMES if not any(w in n for w in ("pipe", "sched", "tensor"))
     ]
-    assert names_of(suite(models())) == [n for n in NAMES if "tensor" not in n]
+    assert names_of(suite(models())) == [n for n in NAMES if "tensor" not in n and "axis" not in n]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -156,7 +157,10 @@ def counts_up():
     return layer
 
 
-EQUAL, CUT, PURE = NAMES[1], NAMES[5], NAMES[6]
+EQUAL, CUT, PURE = (
+    f"test_{name}"
+    for name in ("every_layout_equals_one_process", "the_cut_of_the_batch_does_not_matter", "the_step_is_pure")
+)
 BUGS = {
     "a bias inside the sum": (
         {"layer": bias_in_the_sum},
@@ -183,6 +187,12 @@ def test_of_a_wrong_model_a_test_fails_and_says_what_is_wrong(bug):
     with pytest.raises(AssertionError, match=message) as caught:
         getattr(suite_of(model_of(**planted)), name)()
     assert "Case(" in "".join(caught.value.__notes__)
+
+
+def test_two_ranks_along_each_axis_are_tried_however_few_layouts_are_drawn():
+    made = suite_of(model_of(bias_in_the_sum), max_examples=1)
+    with pytest.raises(AssertionError, match=r"Layout\(Mesh\(tp=2\)\)(.|\n)*gradient of mlp\.bias: off by"):
+        made.test_each_axis_alone_equals_one_process()
 
 
 def unsummed(p, x, par):
@@ -316,6 +326,6 @@ def test_pytest_runs_the_suite_on_a_users_model_from_any_folder(tmp_path):
     quiet = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "FUNCTIONAL_PAR"))}
     command = [sys.executable, "-m", "pytest", *options]
     done = subprocess.run(command, cwd=tmp_path, env=quiet, capture_output=True, text=True, check=False)
-    assert "1 passed, 7 deselected" in done.stdout, done.stdout + done.stderr
+    assert "1 passed, 8 deselected" in done.stdout, done.stdout + done.stderr
     assert "hypothesis profile 'ci'" in done.stdout
     assert "TestSuite::test_tensor_parallelism_is_possible PASSED" in done.stdout

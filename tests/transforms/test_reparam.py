@@ -166,6 +166,12 @@ def test_what_does_not_fit_is_refused_when_composed(own, message):
         fp.compose(own())(small_gpt())
 
 
+def test_new_leaves_that_cannot_be_made_are_told_with_the_leaf():
+    message = "reparam: leaves(...) failed for blocks.0.attn.q.weight (heads head embed, [4, 2, 8]): ValueError: "
+    with pytest.raises(CompositionError, match=re.escape(message)):
+        fp.compose(adapters("blocks.*.attn.q.weight"))(small_gpt())
+
+
 def test_a_value_that_is_no_tensor_is_refused_with_the_layer():
     own = fp.reparam("norm.weight", leaves=lambda p, w: w, value=lambda w, par: 3)
     with pytest.raises(ModelError, match=r"layer .*reparam\(value=\.\.\.\): it returns int, not a tensor"):
