@@ -59,7 +59,7 @@ def share_of(plan: Plan, world: World, batch: Any, dtype: torch.dtype = torch.fl
         )
     if isinstance(size, bool) or not isinstance(size, int):
         raise DataError(f"batch.size is {size!r}: it is the number of rows, an integer.")
-    pieces = plan.replicas * plan.microbatches
+    pieces = plan.pieces
     if size < 1 or size % pieces:
         factors = " * ".join(f"{axis}={getattr(plan.mesh, axis)}" for axis in plan.data_axes)
         replicas = f"{factors} replicas" if factors else "1 replica"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import RLock
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from functional_par.model import LOSS, Layer, Model
 from functional_par.par import TensorParallelMode
 from functional_par.spec import Debt, Spec
 from functional_par.trace import Setting, Trace, trace
+
+T = TypeVar("T")
 
 Fields = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each field of a microbatch."""
@@ -85,6 +87,16 @@ class Plan:
         for axis in self.data_axes:
             size *= getattr(self.mesh, axis)
         return size
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces of equal rows a global batch is cut: replicas times microbatches."""
+        return self.replicas * self.microbatches
+
+    def named(self, flat: Mapping[str, T]) -> dict[str, T]:
+        """What is known by the paths of ``model``, under all names of the model as written; paths left out stay out."""
+        names = ((name, self.aliases.get(name, name)) for name in self.source.leaves)
+        return {name: flat[path] for name, path in names if path in flat}
 
     def replica(self, rank: int) -> int:
         """Which share of the batch a rank works on."""

@@ -37,7 +37,7 @@ def unshard(shards: Sequence[Mapping[str, Any]], plan: Plan) -> dict[str, Any]:
         raise StateError(f"unshard: {len(shards)} shards for {plan.mesh}, which has {plan.mesh.size} ranks.")
     flats = [tree.flatten(part) for part in shards]
     whole = {path: _join(plan, spec, [flat.get(path) for flat in flats]) for path, spec in plan.specs.items()}
-    return tree.unflatten({name: whole[plan.aliases.get(name, name)] for name in plan.source.leaves})
+    return tree.unflatten(plan.named(whole))
 
 
 def cut(plan: Plan, spec: Spec, whole: Tensor, rank: int) -> Tensor:
@@ -56,24 +56,29 @@ def place(plan: Plan, spec: Spec, whole: Tensor, part: Tensor, rank: int) -> Non
 
 def _windows(plan: Plan, spec: Spec, rank: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Where one rank's shard lies in the whole leaf, and the same elements within the shard, its padding left out."""
-    starts, sizes = spec.starts(plan.mesh, plan.mesh.coords(rank)), spec.local_shape(plan.mesh)
-    kept = [max(0, min(size, n - start)) for start, size, n in zip(starts, sizes, spec.shape, strict=True)]
+    coords = plan.mesh.coords(rank)
+    starts, kept = spec.starts(plan.mesh, coords), _kept(spec, plan.mesh, coords)
     there = tuple(slice(start, start + size) for start, size in zip(starts, kept, strict=True))
     return there, tuple(slice(0, size) for size in kept)
 
 
+def _kept(spec: Spec, mesh: Mesh, coords: Coords) -> tuple[int, ...]:
+    """For each dim how many entries of the leaf itself a shard holds; what follows them is padding."""
+    ends = zip(spec.starts(mesh, coords), spec.local_shape(mesh), spec.shape, strict=True)
+    return tuple(max(0, min(size, full - start)) for start, size, full in ends)
+
+
 def zero_padding(spec: Spec, mesh: Mesh, coords: Coords, part: Tensor) -> None:
     """Zero what a shard holds beyond the end of the leaf, in place."""
-    ends = zip(spec.starts(mesh, coords), spec.local_shape(mesh), spec.shape, strict=True)
-    for dim, (start, size, full) in enumerate(ends):
-        if (beyond := min(size, start + size - full)) > 0:
-            part.narrow(dim, size - beyond, beyond).zero_()
+    for dim, kept in enumerate(_kept(spec, mesh, coords)):
+        if (beyond := part.shape[dim] - kept) > 0:
+            part.narrow(dim, kept, beyond).zero_()
 
 
 def without_padding(spec: Spec, mesh: Mesh, coords: Coords, part: Tensor) -> Tensor:
     """A view of what a shard holds of the leaf itself."""
-    for dim, (start, full) in enumerate(zip(spec.starts(mesh, coords), spec.shape, strict=True)):
-        part = part.narrow(dim, 0, max(0, min(part.shape[dim], full - start)))
+    for dim, kept in enumerate(_kept(spec, mesh, coords)):
+        part = part.narrow(dim, 0, kept)
     return part
 
 

@@ -191,8 +191,7 @@ class Step:
     def _whole(self, flat: Mapping[str, Tensor], dtype: torch.dtype, paths: tuple[str, ...]) -> dict[str, Any]:
         """These leaves whole, under all their names."""
         whole = {path: gather_leaf(self.plan, self.world, path, flat.get(path), dtype) for path in paths}
-        names = ((name, self.plan.aliases.get(name, name)) for name in self.plan.source.leaves)
-        return unflatten({name: whole[path] for name, path in names if path in whole})
+        return unflatten(self.plan.named(whole))
 
     def _fingerprint(self, state: State, share: Share) -> int:
         """16 bits of what must be the same on every rank for the ranks to take one step together."""

@@ -128,8 +128,8 @@ def _sites(node: ast.AST, scope: Scope) -> Iterator[Site]:
         yield from _texts(text, scope)
 
 
-def _site(node: ast.AST, kind: str, text: ast.AST, scope: Scope) -> Site:
-    return Site(scope.file, node.lineno, node.end_lineno or 0, kind, tuple(_words(text)))  # type: ignore[attr-defined]
+def _site(node: ast.expr | ast.stmt, kind: str, text: ast.AST, scope: Scope) -> Site:
+    return Site(scope.file, node.lineno, node.end_lineno or 0, kind, tuple(_words(text)))
 
 
 def _words(node: ast.AST) -> list[str]:

@@ -25,14 +25,6 @@ from functional_par.errors import ParallelError
 from .messages import Package, Site
 
 ROOT = Path(functional_par.__file__).parent
-UNREACHED: dict[tuple[str, str], str] = {
-    (
-        "functional_par/maps/rules.py",
-        "would be a partial sum over",
-    ): "no rule lets a value be cut along one axis in two dims",
-}
-"""File and words of a message that no test can see, to the reason."""
-
 Place = tuple[str, int]
 """A file and a line."""
 
@@ -119,7 +111,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     def noting_init(error: ParallelError, *args: Any) -> None:
         Exception.__init__(error, *args)
-        error.made_at = tuple(_own_frames(sys._getframe(1)))  # type: ignore[attr-defined]
+        error.__dict__["made_at"] = tuple(_own_frames(sys._getframe(1)))
 
     patch.setattr(pytest, "raises", noting_raises)
     patch.setattr(pytest.ExceptionInfo, "match", noting_match)
@@ -176,9 +168,9 @@ def missed(sites: Iterable[Site], notes: Iterable[Note]) -> tuple[str, ...]:
     found = []
     for site in sites:
         patterns = {note.pattern for note in notes if site in touched[note]}
-        if not patterns and not any(_is(site, *known) for known in UNREACHED):
+        if not patterns:
             found.append(f"{site}: no test")
-        elif patterns and site.letters and not any(all(_alike(site, present[n]) for n in fitting[p]) for p in patterns):
+        elif site.letters and not any(all(_alike(site, present[n]) for n in fitting[p]) for p in patterns):
             found.append(f"{site}: no words of its own in {', '.join(map(repr, sorted(patterns)))}")
     return tuple(found)
 
@@ -186,10 +178,6 @@ def missed(sites: Iterable[Site], notes: Iterable[Note]) -> tuple[str, ...]:
 def _alike(site: Site, others: Iterable[Site]) -> bool:
     """One of the others is the site, or has just its words."""
     return any(site.parts == other.parts for other in others)
-
-
-def _is(site: Site, file: str, words: str) -> bool:
-    return site.file == file and words in " ".join(site.parts)
 
 
 def _told(note: Note, sites: Iterable[Site]) -> Iterator[Site]:

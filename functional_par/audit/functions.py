@@ -49,8 +49,8 @@ def _is_ours(node: Any) -> bool:
     return str(node._forward_cls.__module__).startswith(_OURS)
 
 
-def _place(kind: type) -> Place:
+def _place(kind: Any) -> Place:
     """The line on which its backward is defined."""
-    backward = inspect.unwrap(kind.backward)  # type: ignore[attr-defined]
+    backward = inspect.unwrap(kind.backward)
     code = getattr(backward, "__code__", None)
     return Place(code.co_filename, code.co_firstlineno + 1) if code else NOWHERE

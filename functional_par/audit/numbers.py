@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
 import torch
@@ -109,14 +109,14 @@ def first_chunk(whole: Tensor, grid: Grid) -> str:
 
 def another_order(whole: Tensor, grid: Grid) -> bool:
     """Whether the ranks hold the right numbers in another order."""
-    sort = whole.flatten().sort().values if not whole.is_complex() and whole.numel() > 1 else None
-    found: Iterable[tuple[Layout, Tensor]] = () if sort is None else joins(whole, grid)
+    if whole.is_complex() or whole.numel() < 2:
+        return False
+    in_order = whole.flatten().sort().values
     return any(
-        "sum" not in (layout.rows, layout.tp)
-        and "max" not in (layout.rows, layout.tp)
+        not {"sum", "max"} & {layout.rows, layout.tp}
         and not close(joined, whole)
-        and close(joined.flatten().sort().values, sort)  # type: ignore[arg-type]
-        for layout, joined in found
+        and close(joined.flatten().sort().values, in_order)
+        for layout, joined in joins(whole, grid)
     )
 
 

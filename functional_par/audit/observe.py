@@ -48,7 +48,7 @@ class Case:
     @property
     def pieces(self) -> int:
         """Into how many pieces of equal rows the batch is cut."""
-        return self.plan.replicas * self.plan.microbatches
+        return self.plan.pieces
 
     @property
     def rows(self) -> int:

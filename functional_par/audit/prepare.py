@@ -16,7 +16,7 @@ from functional_par.model import Input, Model
 from functional_par.par import RunPar
 from functional_par.plan import Plan
 from functional_par.random import key
-from functional_par.testing.batch import make_batch
+from functional_par.testing.batch import fields_of, make_batch
 
 MOST_PARAMETERS = 4_000_000
 """Whole leaves in float64 are 32 MB, held by every rank in its share and by the single process."""
@@ -55,7 +55,7 @@ def check_size(model: Model) -> None:
 
 def check_work(plan: Plan, batch: Mapping[str, Tensor] | None) -> None:
     """ModelError for a batch, None for one that is made up, on which one forward would take minutes."""
-    pieces = plan.replicas * plan.microbatches
+    pieces = plan.pieces
     if batch is None:
         shapes = {
             name: ((ROWS, *(_open_size(plan) if n is None else n for n in given.shape[1:])), _wide(given.dtype))
@@ -88,7 +88,7 @@ def given_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(batch, Mapping) or not batch or not all(isinstance(x, Tensor) for x in batch.values()):
         shown = "an empty one" if isinstance(batch, Mapping) and not batch else type(batch).__name__
         raise DataError(f"audit(batch=...): a dict of tensors with all rows in dim 0, not {shown}.")
-    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
+    return fields_of(batch)
 
 
 def made_up_batch(plan: Plan, params: Mapping[str, Tensor], seed: int) -> tuple[dict[str, Tensor], list[str]]:
@@ -96,7 +96,7 @@ def made_up_batch(plan: Plan, params: Mapping[str, Tensor], seed: int) -> tuple[
 
     Labels, where the model ignores those of -100, are uneven: some rows have all, some half, one none.
     """
-    rows, size = ROWS * plan.replicas * plan.microbatches, _open_size(plan)
+    rows, size = ROWS * plan.pieces, _open_size(plan)
     kept = tuple((2, 1, 1, 0, 2, 1)[i % 6] for i in range(rows))
     model, notes = _with_ranges(plan.model, params, size, seed)
     # A model that counts in its own way may ignore labels of -100 too: it is tried.

@@ -27,10 +27,11 @@ def compare(
 ) -> tuple[list[Finding], list[Difference]]:
     """What the model is not that the reference is: findings, and the leaves that differ in consequence."""
     loss, grads = _run(program, case, reference)
+    truths = {path: truth for path, truth in grads.items() if truth is not None}
     wrong = [
         difference(path, single.grads[path], truth)
-        for path, truth in grads.items()
-        if truth is not None and not close(single.grads[path], truth)
+        for path, truth in truths.items()
+        if not close(single.grads[path], truth)
     ]
     unused = [path for path, truth in grads.items() if truth is None and single.grads[path].any()]
     if (tie := _missing_tie(case, reference, program, loss, unused)) is not None:
@@ -39,7 +40,7 @@ def compare(
         return [_of_loss(case, single, loss)], wrong
     findings = []
     for each in wrong:
-        said = said_of_leaf(case, each.what, single.grads[each.what], grads[each.what])  # type: ignore[arg-type]
+        said = said_of_leaf(case, each.what, single.grads[each.what], truths[each.what])
         text = f"{said.text} That is: in one process, against the reference."
         findings.append(Finding(said.kind, each.what, text, advice.REFERENCE, ratio=said.ratio, largest=each.largest))
     for path in unused:
@@ -65,8 +66,7 @@ def _run(program: Program, case: Case, reference: Reference) -> tuple[Tensor, di
 
 def _named(program: Program, case: Case, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
     """The leaves under all names of the model as written."""
-    aliases = case.plan.aliases
-    return tree.unflatten({name: leaves[aliases.get(name, name)] for name in program.source.leaves})
+    return tree.unflatten(case.plan.named(leaves))
 
 
 def _missing_tie(case: Case, reference: Reference, program: Program, loss: Tensor, unused: list[str]) -> Finding | None:

@@ -156,8 +156,8 @@ def _schedule(sections: Sections, source: str) -> Schedule:
         return optim.schedule(
             s.learning_rate,
             s.lr_warmup_steps,
-            s.lr_warmup_style or "linear",  # type: ignore[arg-type]
-            s.lr_decay_style or "linear",  # type: ignore[arg-type]
+            s.lr_warmup_style or "linear",  # type: ignore[arg-type]  # the section has its choices
+            s.lr_decay_style or "linear",  # type: ignore[arg-type]  # the section has its choices
             s.lr_decay_starting_step,
             remain if s.lr_decay_steps is None else s.lr_decay_steps,
             s.min_decay_lr,

@@ -38,7 +38,7 @@ def build(cls: type[T], data: Any, at: Place) -> T:
             raise ConfigError(
                 f"{here} is {shown(converted)}, but the same key is {values[target.name]} under another name."
             )
-    for target in dataclasses.fields(cls):  # type: ignore[arg-type]
+    for target in dict.fromkeys(known.values()):
         if target.name not in values and target.default is MISSING and target.default_factory is MISSING:
             raise ConfigError(
                 f"{at / target.name} is missing: expected {expected(hints[target.name], rule_of(target))}."
@@ -48,8 +48,8 @@ def build(cls: type[T], data: Any, at: Place) -> T:
 
 def convert(hint: Any, rule: Rule, value: Any, at: Place) -> Any:
     """``value`` as the annotated type, checked against the rule; raises ConfigError."""
-    if dataclasses.is_dataclass(hint):
-        return build(hint, value, at)  # type: ignore[arg-type]
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return build(hint, value, at)
     inner, optional = strip_optional(hint)
     if value is None and optional:
         return None

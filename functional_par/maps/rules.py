@@ -242,8 +242,6 @@ def _product(left: str, right: str, to: str) -> Callable[..., Kind]:
         if len({axis for axis, _ in cut}) < len(cut):
             raise NotLinear(f"{name} of two values that are cut along the same axis in different dims.")
         partial |= {axis for axis, letter in letters[0] & letters[1] if letter not in to}
-        if mixed := partial & {axis for axis, _ in cut}:
-            raise NotLinear(f"{name} would be a partial sum over {listed(mixed)} and cut along it.")
         return Kind(partial, frozenset(cut))
 
     return rule

@@ -78,9 +78,8 @@ def ignores_labels(model: Model) -> bool:
 def top(model: Model, given: Input) -> int:
     """One more than the largest integer of a field: its ``high``, else the smallest dim of a leaf that is named ``vocab``,
     else 2, which suits every table."""
-    high = getattr(given, "high", None)
-    if high is not None:
-        return int(high)
+    if given.high is not None:
+        return given.high
     sizes = (
         size
         for leaf in model.leaves.values()

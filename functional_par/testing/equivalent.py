@@ -108,7 +108,7 @@ def differences(
 def made_up(plan: Plan, steps: int = 1) -> list[dict[str, Tensor]]:
     """A batch a step that a plan can take: two rows a microbatch, some labels ignored and one row ignored altogether (if
     the model ignores labels); open sizes are twice tp."""
-    rows = 2 * plan.replicas * plan.microbatches
+    rows = 2 * plan.pieces
     kept = tuple(0 if i == rows // 2 else 1 + i % 2 for i in range(rows))
     return [make_batch(plan.source, rows, seed=i, size=2 * plan.mesh.tp, kept=kept) for i in range(steps)]
 

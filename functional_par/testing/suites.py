@@ -114,7 +114,7 @@ def _method(check: Callable[[Case], None]) -> Callable[..., None]:
 
 def _each_alone(model: Model, among: Range) -> None:
     """Two ranks along each axis, each mode, and two microbatches: few drawn layouts may leave one of these out."""
-    modes = tuple(mode for mode in among.modes if not _wrong_in(model, mode, among.given.others))
+    modes = tuple(mode for mode, why in _reasons(model, among).items() if not why)
     meshes = [Mesh(**{axis: 2}) for axis in among.axes if among.max_ranks > 1]
     layouts = [Layout(mesh, mode) for mesh in meshes for mode in (modes if mesh.tp > 1 else modes[:1])]
     for layout in [Layout(microbatches=2), *layouts]:
@@ -127,7 +127,7 @@ def _each_alone(model: Model, among: Range) -> None:
 def _possible(model: Model, among: Range) -> None:
     """Every mode has the collectives that it needs, and some layout cuts the model; else the other tests would say nothing of
     them."""
-    wrong = {mode: _wrong_in(model, mode, among.given.others) for mode in among.modes}
+    wrong = _reasons(model, among)
     if any(wrong.values()):
         right = tuple(mode for mode in among.modes if not wrong[mode])
         lines = "\n".join(f"  {mode}: {why}" for mode, why in wrong.items() if why)
@@ -143,13 +143,15 @@ def _possible(model: Model, among: Range) -> None:
         )
 
 
-def _wrong_in(model: Model, mode: str, others: tuple[Transform, ...]) -> str:
-    """Which collective is wrong in a mode, whatever the sizes; "" if none is."""
-    try:
-        refusal(model, Layout(mode=mode), *others)
-    except TraceError as error:
-        return str(error)
-    return ""
+def _reasons(model: Model, among: Range) -> dict[str, str]:
+    """For each mode which collective is wrong in it, whatever the sizes; "" if none is."""
+    reasons = dict.fromkeys(among.modes, "")
+    for mode in reasons:
+        try:
+            refusal(model, Layout(mode=mode), *among.given.others)
+        except TraceError as error:
+            reasons[mode] = str(error)
+    return reasons
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ class Range:
         others, modes = self.given.others, self.modes
         if self.given.fixed:
             # What is wrong in one mode alone is told once, by the test that tensor parallelism is possible.
-            modes = tuple(mode for mode in modes if not _wrong_in(model, mode, others)) or modes
+            modes = tuple(mode for mode, why in _reasons(model, self).items() if not why) or modes
         options: Any = {"max_ranks": self.max_ranks, "axes": axes, "stages": stages, "ties": ties and self.ties}
         return layouts(model, *others, modes=modes, **options)
 

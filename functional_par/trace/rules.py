@@ -5,7 +5,7 @@ backward of a traced layer applies, so that derivatives taken inside a layer are
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -26,7 +26,6 @@ class Rule(ABC):
         size: number of ranks along them.
         label: how the user wrote it.
         where: layer and line of the call.
-        hint: what else to say of a value that already differs.
     """
 
     typing: Typing
@@ -36,8 +35,6 @@ class Rule(ABC):
     where: str
 
     differentiable: ClassVar[bool] = True
-    hint: str = field(default="", kw_only=True)
-
     consequence: ClassVar[str] = "there is nothing to exchange"
 
     def run(self, x: Tensor) -> Tensor:
@@ -126,8 +123,15 @@ class Max(Rule):
         raise NotImplementedError("pmax has no derivative")
 
 
+@dataclass(frozen=True, eq=False)
 class Vary(Rule):
-    """``pvary``: replicated -> varying."""
+    """``pvary``: replicated -> varying.
+
+    Attributes:
+        hint: what else to do about a value that already differs.
+    """
+
+    hint: str = ""
 
     def typed(self, value: Value) -> Value:
         if already := names(order(self.active & value.axes)):

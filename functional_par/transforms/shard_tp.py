@@ -85,11 +85,11 @@ def shard_tp(
         CompositionError: an unknown mode or rule, an option that is not a boolean, a dim in ``dims`` that no leaf has, two
             such dims in one leaf, or a size that tp does not divide.
     """
-    rules = {"vocab": "pad", "heads": "error", "kv_heads": "replicate", "ffn": "error"} if dims is None else dict(dims)
+    default: dict[str, Uneven] = {"vocab": "pad", "heads": "error", "kv_heads": "replicate", "ffn": "error"}
+    rules = default if dims is None else dict(dims)
     for name, rule in rules.items():
         if rule not in ("error", "pad", "replicate"):
             raise CompositionError(f"shard_tp(dims={{{name!r}: {rule!r}}}): the rule is 'error', 'pad' or 'replicate'.")
     if not isinstance(async_comm, bool):
         raise CompositionError(f"shard_tp(async_comm={async_comm!r}): it is True or False.")
-    rule_set: tuple[tuple[str, Uneven], ...] = tuple(sorted(rules.items()))  # type: ignore[arg-type]
-    return ShardTP(TensorParallelMode.parse(mode), async_comm, rule_set, chosen=dims is not None)
+    return ShardTP(TensorParallelMode.parse(mode), async_comm, tuple(sorted(rules.items())), chosen=dims is not None)

@@ -289,7 +289,7 @@ MUTANTS = (
     Mutant(
         "gradients in the padding of an uneven shard are kept",
         "shards.py",
-        "            part.narrow(dim, size - beyond, beyond).zero_()",
+        "            part.narrow(dim, kept, beyond).zero_()",
         "            pass",
         (*STEPS, "tests/test_reduce.py"),
     ),
