@@ -13,8 +13,9 @@ from torch import Tensor
 from functional_par import tree
 from functional_par.errors import ModelError
 from functional_par.init import materialize
-from functional_par.par import Par, RunPar
+from functional_par.par import Par
 from functional_par.random import key as make_key
+from functional_par.run_par import RunPar
 from functional_par.spec import Param
 
 LayerFunction = Callable[[Any, Any, Par], Any]

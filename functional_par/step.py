@@ -21,7 +21,6 @@ from functional_par.metrics import Totals, clip_coefficient
 from functional_par.model import init_leaf
 from functional_par.optim import Optimizer
 from functional_par.optim.base import slot_dtype
-from functional_par.par import RunPar, step_key
 from functional_par.pipeline.execute import Executor, Neighbours
 from functional_par.pipeline.schedules import make_schedule
 from functional_par.pipeline.stage import Call, stage_calls
@@ -29,6 +28,7 @@ from functional_par.plan import Plan
 from functional_par.random import Key
 from functional_par.reduce import Gradients, buckets, groups
 from functional_par.restore import restore
+from functional_par.run_par import RunPar, step_key
 from functional_par.shards import gather_leaf
 from functional_par.state import State
 from functional_par.tree import unflatten

@@ -8,7 +8,7 @@ import torch
 import functional_par as fp
 from functional_par import tree
 from functional_par.errors import ModelError
-from functional_par.par import RunPar, step_key
+from functional_par.run_par import RunPar, step_key
 
 from . import oracle
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import functional_par as fp
-from functional_par.par import RunPar
+from functional_par.run_par import RunPar
 
 
 def test_a_collective_without_an_axis_is_refused():

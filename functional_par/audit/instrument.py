@@ -15,8 +15,9 @@ from functional_par.audit.operations import Operations
 from functional_par.audit.par import RecordingPar
 from functional_par.audit.record import NOWHERE, LayerLog, Recorder, keep, tensors_in
 from functional_par.model import Layer, Model
-from functional_par.par import Par, RunPar
+from functional_par.par import Par
 from functional_par.plan import Plan
+from functional_par.run_par import RunPar
 
 
 def instrument_plan(plan: Plan, recorder: Recorder) -> Plan:

@@ -15,9 +15,9 @@ from functional_par.audit.layout import Grid
 from functional_par.audit.record import LayerLog, Recorder
 from functional_par.comm.base import World
 from functional_par.errors import NonFiniteError
-from functional_par.par import RunPar, step_key
 from functional_par.plan import Plan
 from functional_par.run import run
+from functional_par.run_par import RunPar, step_key
 from functional_par.step import Step
 
 Flat = Mapping[str, Tensor]

@@ -10,8 +10,9 @@ from torch.utils import _pytree as pytree
 
 from functional_par.audit.record import NOWHERE, Call, LayerLog, keep, tensors_in, watch
 from functional_par.comm.base import Group
-from functional_par.par import Par, RunPar
+from functional_par.par import Par
 from functional_par.random import Key
+from functional_par.run_par import RunPar
 from functional_par.trace.place import here
 
 

@@ -13,9 +13,9 @@ from functional_par import init, tree
 from functional_par.errors import DataError, ModelError
 from functional_par.init import materialize
 from functional_par.model import Input, Model
-from functional_par.par import RunPar
 from functional_par.plan import Plan
 from functional_par.random import key
+from functional_par.run_par import RunPar
 from functional_par.testing.batch import fields_of, make_batch
 
 MOST_PARAMETERS = 4_000_000

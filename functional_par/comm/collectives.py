@@ -9,21 +9,21 @@ keeps the level of forward-mode AD in the process, so ranks that are threads can
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from functional_par.comm.base import AllGather, AllReduce, AllToAll, Group, Permute, ReduceScatter
+from functional_par.comm import linear_maps
+from functional_par.comm.base import AllReduce, Group
+from functional_par.comm.linear_maps import LinearMap
 from functional_par.errors import ModelError
 
 
 def psum(x: Tensor, group: Group) -> Tensor:
     """Sum of ``x`` over the ranks. ``varying -> replicated``; dual: ``pvary``."""
-    return _apply(x, _Sum(group))
+    return _apply(x, linear_maps.Sum(group))
 
 
 def pmax(x: Tensor, group: Group) -> Tensor:
@@ -33,7 +33,7 @@ def pmax(x: Tensor, group: Group) -> Tensor:
 
 def pvary(x: Tensor, group: Group) -> Tensor:
     """``x`` itself. ``replicated -> varying``; dual: ``psum``."""
-    return _apply(x, _Vary(group))
+    return _apply(x, linear_maps.Vary(group))
 
 
 def all_gather(x: Tensor, group: Group, dim: int, to: Literal["varying", "replicated"] = "varying") -> Tensor:
@@ -45,7 +45,7 @@ def all_gather(x: Tensor, group: Group, dim: int, to: Literal["varying", "replic
     """
     if to not in ("varying", "replicated"):
         raise ModelError(f"all_gather over {group.label} to {to!r}: its result is 'varying' or 'replicated'.")
-    return _apply(x, _Gather(group, _dim("all_gather", x, group, dim), to == "replicated"))
+    return _apply(x, linear_maps.Gather(group, _dim("all_gather", x, group, dim), to == "replicated"))
 
 
 def slice(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -54,7 +54,7 @@ def slice(x: Tensor, group: Group, dim: int) -> Tensor:
     Raises:
         ModelError: if the group does not divide the dim.
     """
-    return _apply(x, _Slice(group, _chunked("slice", x, group, dim)))
+    return _apply(x, linear_maps.Slice(group, _chunked("slice", x, group, dim)))
 
 
 def take(x: Tensor, group: Group, dim: int, starts: Sequence[int], length: int) -> Tensor:
@@ -72,7 +72,7 @@ def take(x: Tensor, group: Group, dim: int, starts: Sequence[int], length: int) 
             f"take over {group.label}: windows of {length} that start at {tuple(starts)} leave dim {dim} "
             f"of {list(x.shape)}, which has {full} entries."
         )
-    return _apply(x, _Take(group, dim, starts[group.index], length, full))
+    return _apply(x, linear_maps.Take(group, dim, starts[group.index], length, full))
 
 
 def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -81,7 +81,7 @@ def reduce_scatter(x: Tensor, group: Group, dim: int) -> Tensor:
     Raises:
         ModelError: if the group does not divide the dim.
     """
-    return _apply(x, _ReduceScatter(group, _chunked("reduce_scatter", x, group, dim)))
+    return _apply(x, linear_maps.Scatter(group, _chunked("reduce_scatter", x, group, dim)))
 
 
 def all_to_all(x: Tensor, group: Group, split: int, concat: int) -> Tensor:
@@ -92,7 +92,7 @@ def all_to_all(x: Tensor, group: Group, split: int, concat: int) -> Tensor:
         ModelError: if the group does not divide the split dim.
     """
     split = _chunked("all_to_all", x, group, split)
-    return _apply(x, _AllToAll(group, split, _dim("all_to_all", x, group, concat)))
+    return _apply(x, linear_maps.Exchange(group, split, _dim("all_to_all", x, group, concat)))
 
 
 def ppermute(x: Tensor, group: Group, to: Sequence[int]) -> Tensor:
@@ -103,7 +103,7 @@ def ppermute(x: Tensor, group: Group, to: Sequence[int]) -> Tensor:
     """
     if sorted(to) != list(range(group.size)):
         raise ModelError(f"ppermute over {group.label} to {tuple(to)}: not a permutation of 0 to {group.size - 1}.")
-    return _apply(x, _Permute(group, tuple(to)))
+    return _apply(x, linear_maps.Permutation(group, tuple(to)))
 
 
 def _dim(name: str, x: Tensor, group: Group, dim: int) -> int:
@@ -122,158 +122,15 @@ def _chunked(name: str, x: Tensor, group: Group, dim: int) -> int:
     return dim
 
 
-@dataclass(frozen=True, eq=False)
-class _Map(ABC):
-    """A linear map between the values of a group; opaque to torch, which would copy tuples and dicts as pytrees."""
-
-    group: Group
-
-    @abstractmethod
-    def run(self, x: Tensor) -> Tensor:
-        """The result, never a modified input."""
-
-    @abstractmethod
-    def dual(self) -> _Map:
-        """The transpose; its own dual is this map again."""
-
-    def batched(self) -> _Map:
-        """The same map on values with one more dim in front."""
-        return self
-
-
-class _Sum(_Map):
-    def run(self, x: Tensor) -> Tensor:
-        return self.group.start(AllReduce(), x).wait()
-
-    def dual(self) -> _Map:
-        return _Vary(self.group)
-
-
-class _Vary(_Map):
-    def run(self, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    def dual(self) -> _Map:
-        return _Sum(self.group)
-
-
-@dataclass(frozen=True, eq=False)
-class _Gather(_Map):
-    dim: int
-    replicated: bool
-
-    def run(self, x: Tensor) -> Tensor:
-        return self.group.start(AllGather(self.dim), x).wait()
-
-    def dual(self) -> _Map:
-        return _Slice(self.group, self.dim) if self.replicated else _ReduceScatter(self.group, self.dim)
-
-    def batched(self) -> _Map:
-        return replace(self, dim=self.dim + 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Slice(_Map):
-    dim: int
-
-    def run(self, x: Tensor) -> Tensor:
-        length = x.shape[self.dim] // self.group.size
-        return x.narrow(self.dim, self.group.index * length, length)
-
-    def dual(self) -> _Map:
-        return _Gather(self.group, self.dim, replicated=True)
-
-    def batched(self) -> _Map:
-        return replace(self, dim=self.dim + 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Take(_Map):
-    dim: int
-    start: int
-    length: int
-    full: int
-
-    def run(self, x: Tensor) -> Tensor:
-        return x.narrow(self.dim, self.start, self.length)
-
-    def dual(self) -> _Map:
-        return _Place(self.group, self.dim, self.start, self.length, self.full)
-
-    def batched(self) -> _Map:
-        return replace(self, dim=self.dim + 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Place(_Map):
-    dim: int
-    start: int
-    length: int
-    full: int
-
-    def run(self, x: Tensor) -> Tensor:
-        shape = list(x.shape)
-        shape[self.dim] = self.full
-        out = x.new_zeros(shape)
-        out.narrow(self.dim, self.start, self.length).copy_(x)
-        return out
-
-    def dual(self) -> _Map:
-        return _Take(self.group, self.dim, self.start, self.length, self.full)
-
-    def batched(self) -> _Map:
-        return replace(self, dim=self.dim + 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _ReduceScatter(_Map):
-    dim: int
-
-    def run(self, x: Tensor) -> Tensor:
-        return self.group.start(ReduceScatter(self.dim), x).wait()
-
-    def dual(self) -> _Map:
-        return _Gather(self.group, self.dim, replicated=False)
-
-    def batched(self) -> _Map:
-        return replace(self, dim=self.dim + 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _AllToAll(_Map):
-    split: int
-    concat: int
-
-    def run(self, x: Tensor) -> Tensor:
-        return self.group.start(AllToAll(self.split, self.concat), x).wait()
-
-    def dual(self) -> _Map:
-        return _AllToAll(self.group, self.concat, self.split)
-
-    def batched(self) -> _Map:
-        return replace(self, split=self.split + 1, concat=self.concat + 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Permute(_Map):
-    to: tuple[int, ...]
-
-    def run(self, x: Tensor) -> Tensor:
-        return self.group.start(Permute(self.to), x).wait()
-
-    def dual(self) -> _Map:
-        return _Permute(self.group, tuple(self.to.index(i) for i in range(len(self.to))))
-
-
 class _Linear(torch.autograd.Function):
     """Applies a map; both derivatives apply one again, so every order of differentiation is covered."""
 
     @staticmethod
-    def forward(x: Tensor, linear: _Map) -> Tensor:
+    def forward(x: Tensor, linear: LinearMap) -> Tensor:
         return linear.run(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, _Map], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, LinearMap], output: Tensor) -> None:
         ctx.linear = inputs[1]
 
     @staticmethod
@@ -285,11 +142,11 @@ class _Linear(torch.autograd.Function):
         return _apply(tangent, ctx.linear)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, linear: _Map) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, linear: LinearMap) -> tuple[Tensor, int]:
         return _apply(x.movedim(in_dims[0], 0), linear.batched()), 0
 
 
-def _apply(x: Tensor, linear: _Map) -> Tensor:
+def _apply(x: Tensor, linear: LinearMap) -> Tensor:
     return _Linear.apply(x, linear)
 
 

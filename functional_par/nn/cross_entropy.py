@@ -35,7 +35,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, par: Par, *, vocab: int, ignor
         DataError: for a label out of range, on CPU. On other devices its loss is not a number.
         ModelError: for shapes that do not fit.
 
-    >>> from functional_par.par import RunPar
+    >>> from functional_par.run_par import RunPar
     >>> cross_entropy(torch.zeros(1, 2, 4), torch.tensor([[3, -100]]), RunPar(), vocab=4)
     tensor([[1.3863, 0.0000]])
     """

@@ -28,7 +28,7 @@ def dropout(x: Tensor, rate: float, par: Par, salt: int | str, *, seq_dim: int =
 
     Source: Srivastava et al. 2014, in the inverted form.
 
-    >>> from functional_par.par import RunPar
+    >>> from functional_par.run_par import RunPar
     >>> par = RunPar(batch={"tokens": torch.zeros(1, 2)})
     >>> dropout(torch.ones(1, 2, 4), 0.5, par, "mlp")
     tensor([[[2., 0., 2., 2.],

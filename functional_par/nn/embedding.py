@@ -28,7 +28,7 @@ def embedding(ids: Tensor, weight: Tensor, par: Par, *, vocab: int, seq_dim: int
         ModelError: for a table of another size, ids that are not integers, or a sequence that tp does not divide in
             REDUCE_SCATTER.
 
-    >>> from functional_par.par import RunPar
+    >>> from functional_par.run_par import RunPar
     >>> embedding(torch.tensor([[2, 0]]), torch.tensor([[1.0], [2.0], [3.0]]), RunPar(), vocab=3)
     tensor([[[3.],
              [1.]]])

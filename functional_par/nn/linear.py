@@ -48,7 +48,7 @@ def column_linear(x: Any, weight: Any, par: Par, bias: Any = None, *, seq_dim: i
     Raises:
         ModelError: for shapes that do not fit.
 
-    >>> from functional_par.par import RunPar
+    >>> from functional_par.run_par import RunPar
     >>> column_linear(torch.ones(1, 2, 3), torch.ones(4, 5, 3), RunPar()).shape
     torch.Size([1, 2, 4, 5])
     """
@@ -83,7 +83,7 @@ def row_linear(
     Raises:
         ModelError: for shapes that do not fit, or a sequence that tp does not divide in REDUCE_SCATTER.
 
-    >>> from functional_par.par import RunPar
+    >>> from functional_par.run_par import RunPar
     >>> row_linear(torch.ones(1, 2, 4, 5), torch.ones(3, 4, 5), RunPar(), n_in=2).shape
     torch.Size([1, 2, 3])
     """

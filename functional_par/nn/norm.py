@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, par: Par, eps: float = 1e-5) -> Tensor:
     Returns:
         [..., embed] in the dtype of ``x``.
 
-    >>> from functional_par.par import RunPar
+    >>> from functional_par.run_par import RunPar
     >>> rms_norm(torch.tensor([3.0, 4.0]), torch.ones(2), RunPar(), eps=0.0)
     tensor([0.8485, 1.1314])
     """

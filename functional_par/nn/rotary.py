@@ -26,7 +26,7 @@ def rotary(x: Tensor, par: Par, theta: float = 10000.0, positions: Tensor | None
     Raises:
         ModelError: if the head size is odd.
 
-    >>> from functional_par.par import RunPar
+    >>> from functional_par.run_par import RunPar
     >>> rotary(torch.ones(1, 2, 1, 2), RunPar()).flatten(2)
     tensor([[[ 1.0000,  1.0000],
              [-0.3012,  1.3818]]])

@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from functional_par.errors import ModelError
 from functional_par.model import LOSS, Layer
-from functional_par.par import RunPar
 from functional_par.plan import Plan
+from functional_par.run_par import RunPar
 from functional_par.trace import Abstract, Trace
 from functional_par.vjp import Engine, Pull
 

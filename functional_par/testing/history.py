@@ -14,10 +14,10 @@ from functional_par.comm.base import World
 from functional_par.mesh import Mesh
 from functional_par.model import Model
 from functional_par.optim import Optimizer
-from functional_par.par import RunPar, step_key
 from functional_par.plan import Plan
 from functional_par.program import Program
 from functional_par.run import run
+from functional_par.run_par import RunPar, step_key
 from functional_par.shards import cut, place
 from functional_par.testing.batch import fields_of
 

@@ -10,7 +10,8 @@ import torch
 from functional_par.errors import ModelError, ParallelError
 from functional_par.model import Layer
 from functional_par.par import TensorParallelMode
-from functional_par.trace.follow import Literals, Typing
+from functional_par.trace.follow import Typing
+from functional_par.trace.literals import Literals
 from functional_par.trace.outputs import location
 from functional_par.trace.place import Place
 

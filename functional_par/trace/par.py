@@ -14,6 +14,7 @@ from functional_par.par import Par, merge_axes, row_count
 from functional_par.random import Key
 from functional_par.random import key as make_key
 from functional_par.trace import rules
+from functional_par.trace.apply import apply
 from functional_par.trace.follow import Typing
 from functional_par.trace.values import Axes, Value
 
@@ -123,7 +124,7 @@ class TracePar(Par):
         size = 1
         for axis in active:
             size *= self.size(axis)
-        return rules.apply(x, kind(self.typing, active, size, f"par.{name}", self.typing.where(), **more))
+        return apply(x, kind(self.typing, active, size, f"par.{name}", self.typing.where(), **more))
 
     def _active(self, *axes: str) -> Axes:
         merged = merge_axes(axes)

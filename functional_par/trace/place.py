@@ -25,7 +25,8 @@ _STANDARD = str(Path(inspect.__file__).parent) + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
 _GENERATED = ("<frozen ", "<__array_function__", "<eval_with_key>", "<@")
 _MACHINERY = tuple(
-    _PACKAGE + part for part in (f"trace{os.sep}", f"maps{os.sep}", f"audit{os.sep}", f"comm{os.sep}", "par.py")
+    _PACKAGE + part
+    for part in (f"trace{os.sep}", f"maps{os.sep}", f"audit{os.sep}", f"comm{os.sep}", "par.py", "run_par.py")
 )
 _BRICKS = f"{_PACKAGE}nn{os.sep}"
 _CALLERS = tuple(f"{_PACKAGE}{part}{os.sep}infer.py" for part in ("trace", "maps"))

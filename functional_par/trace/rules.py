@@ -8,10 +8,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
-import torch
 from torch import Tensor
 
-from functional_par.errors import ModelError, SuperfluousCollective, TraceError
+from functional_par.errors import SuperfluousCollective, TraceError
 from functional_par.trace.follow import Typing
 from functional_par.trace.values import Axes, Value, names, order
 
@@ -279,39 +278,6 @@ class Permute(Rule):
 
     def dual(self) -> Rule:
         return self.become(Permute)
-
-
-def apply(x: Tensor, rule: Rule) -> Tensor:
-    """Run a rule so that derivatives, also those taken inside the layer, apply its transpose."""
-    return _Apply.apply(x, rule)
-
-
-class _Apply(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, rule: Rule) -> Tensor:
-        with rule.typing.remembering():
-            return rule.run(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Rule], output: Tensor) -> None:
-        ctx.rule = inputs[1]
-        if not ctx.rule.differentiable:
-            ctx.mark_non_differentiable(output)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return (apply(cotangent, ctx.rule.dual()) if ctx.rule.differentiable else None), None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor | None:
-        raise ModelError(
-            f"{ctx.rule.where}: a forward-mode derivative (torch.func.jvp, jacfwd) of {ctx.rule.label}. torch keeps the state "
-            "of forward mode in the process, where ranks that are threads would mix theirs: use torch.func.vjp, grad or jacrev."
-        )
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, rule: Rule) -> tuple[Tensor, int]:
-        return apply(x.movedim(in_dims[0], 0), rule.batched()), 0
 
 
 def resized(shape: list[int], dim: int, size: int) -> list[int]:

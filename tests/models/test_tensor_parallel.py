@@ -9,9 +9,9 @@ from functional_par import tree
 from functional_par.mesh import Mesh
 from functional_par.model import LOSS
 from functional_par.models import gpt, llama
-from functional_par.par import RunPar
 from functional_par.program import compose
 from functional_par.run import run
+from functional_par.run_par import RunPar
 from functional_par.transforms import shard_tp
 
 from .helpers import batch_of, close_leaves, noisy

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functional_par.mesh import Mesh
-from functional_par.par import RunPar, TensorParallelMode
+from functional_par.par import TensorParallelMode
 from functional_par.run import run
+from functional_par.run_par import RunPar
 from functional_par.vjp import engine
 
 AR, RS = TensorParallelMode.ALL_REDUCE, TensorParallelMode.REDUCE_SCATTER

@@ -8,7 +8,7 @@ import torch
 
 from functional_par.errors import ModelError
 from functional_par.nn import attention
-from functional_par.par import RunPar
+from functional_par.run_par import RunPar
 
 from .ranks import calls, close, on_ranks, tensors
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from functional_par.errors import DataError, ModelError
 from functional_par.nn import cross_entropy
-from functional_par.par import RunPar
+from functional_par.run_par import RunPar
 
 from .ranks import Split, calls, close, on_ranks, tensors, vjp
 

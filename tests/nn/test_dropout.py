@@ -9,7 +9,7 @@ import functional_par as fp
 from functional_par import random
 from functional_par.errors import ModelError
 from functional_par.nn import dropout
-from functional_par.par import RunPar, step_key
+from functional_par.run_par import RunPar, step_key
 
 from .ranks import AR, RS, Split, close, on_ranks, stream, tensors, vjp
 

@@ -8,7 +8,7 @@ import torch
 
 from functional_par.errors import DataError, ModelError
 from functional_par.nn import embedding
-from functional_par.par import RunPar
+from functional_par.run_par import RunPar
 
 from .ranks import AR, RS, calls, on_ranks
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from functional_par.errors import ModelError
 from functional_par.nn import column_linear, row_linear
-from functional_par.par import RunPar
+from functional_par.run_par import RunPar
 
 from .ranks import (
     AR,

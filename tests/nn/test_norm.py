@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from functional_par.nn import layer_norm, rms_norm
-from functional_par.par import RunPar
+from functional_par.run_par import RunPar
 
 from .ranks import close, tensors
 

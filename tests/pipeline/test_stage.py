@@ -9,8 +9,8 @@ import torch
 
 import functional_par as fp
 from functional_par import Mesh, Model, ModelError, tree
-from functional_par.par import RunPar
 from functional_par.pipeline.stage import stage_calls
+from functional_par.run_par import RunPar
 from functional_par.vjp import engine
 
 from ..oracle import adamw, close, gradients, token_batch

@@ -18,7 +18,7 @@ import functional_par as fp
 from functional_par import Mesh
 from functional_par.comm import collectives
 from functional_par.comm.base import AllReduce
-from functional_par.par import RunPar
+from functional_par.run_par import RunPar
 
 from .examples import few
 from .inner import close, pairing

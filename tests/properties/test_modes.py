@@ -30,7 +30,8 @@ from functional_par.nn import (
     sequence_window,
     swiglu_mlp,
 )
-from functional_par.par import RunPar, TensorParallelMode
+from functional_par.par import TensorParallelMode
+from functional_par.run_par import RunPar
 
 from ..nn.ranks import AR, RS, Owing, Placement, Same, Split, shared, stream, tensors, vjp
 from .examples import few

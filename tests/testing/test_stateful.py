@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import functional_par as fp
 from functional_par import tree
-from functional_par.par import RunPar, step_key
+from functional_par.run_par import RunPar, step_key
 from functional_par.testing import Layout, Sample, strategies
 from functional_par.testing.free import free_model
 from functional_par.testing.history import join

@@ -6,7 +6,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
 import functional_par as fp
-from functional_par.par import RunPar
+from functional_par.run_par import RunPar
 from functional_par.testing import strategies
 from functional_par.testing.batch import IGNORED
 from functional_par.testing.free import free_model

@@ -18,9 +18,10 @@ from torch import Tensor
 import functional_par as fp
 from functional_par import tree
 from functional_par.model import LOSS, Model
-from functional_par.par import Par, TensorParallelMode, merge_axes, row_count, step_key
+from functional_par.par import Par, TensorParallelMode, merge_axes, row_count
 from functional_par.plan import Plan
 from functional_par.random import Key
+from functional_par.run_par import step_key
 from functional_par.spec import Spec
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import functional_par as fp
 from functional_par import tree
 from functional_par.errors import ModelError, TraceError
-from functional_par.par import RunPar
+from functional_par.run_par import RunPar
 from tests.trace.grammar import Operation, model_of, operations
 from tests.trace.harness import TOLERANCE, batch_of, far, judge, program_of, reference
 

@@ -5,7 +5,8 @@ import torch
 
 import functional_par as fp
 from functional_par.errors import SuperfluousCollective
-from functional_par.par import RunPar, TensorParallelMode
+from functional_par.par import TensorParallelMode
+from functional_par.run_par import RunPar
 from functional_par.trace import Abstract, Value
 from functional_par.trace.follow import Typing
 from functional_par.trace.infer import Setting

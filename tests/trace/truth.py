@@ -16,8 +16,8 @@ from torch import Tensor
 import functional_par as fp
 from functional_par import tree
 from functional_par.errors import SuperfluousCollective, TraceError
-from functional_par.par import RunPar
 from functional_par.plan import Plan
+from functional_par.run_par import RunPar
 from functional_par.shards import cut
 from functional_par.transforms.base import Transform
 from tests.trace.free import Anchors, Program, model_of
