@@ -229,7 +229,7 @@ class Step:
             lambda i: par.with_batch(share.microbatch(i), share.first_row(i)),
             params,
             scale,
-            grads.add,
+            grads,
         )
         losses = executor.run(self.actions)
         grads.complete(self.plan, self.world.coords)

@@ -11,11 +11,9 @@ from torch.utils import _pytree as pytree
 
 from functional_par.comm.base import Handle, World
 from functional_par.pipeline.schedules import Action
-from functional_par.pipeline.stage import Call
+from functional_par.pipeline.stage import Accumulator, Back, Call
 from functional_par.run_par import RunPar
-from functional_par.vjp import Engine, Pull
-
-Accumulate = Callable[[Mapping[str, Tensor]], None]
+from functional_par.vjp import Engine
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class Executor:
         par: microbatch index to the ``par`` of that microbatch.
         leaves: this rank's parameters.
         scale: cotangent of the loss sum, used on the last stage.
-        accumulate: receives the gradients of one layer for one microbatch.
+        gradients: receives the gradients of one layer for one microbatch.
     """
 
     def __init__(
@@ -50,11 +48,11 @@ class Executor:
         par: Callable[[int], RunPar],
         leaves: Mapping[str, Tensor],
         scale: Tensor,
-        accumulate: Accumulate,
+        gradients: Accumulator,
     ) -> None:
         self.calls, self.world, self.neighbours, self.engine = calls, world, neighbours, engine
-        self.par, self.leaves, self.scale, self.accumulate = par, leaves, scale, accumulate
-        self.pulls: dict[int, list[Pull]] = {}
+        self.par, self.leaves, self.scale, self.gradients = par, leaves, scale, gradients
+        self.pulls: dict[int, list[Back]] = {}
         self.sends: list[Handle] = []
         self.losses: list[tuple[Tensor, Tensor]] = []
 
@@ -86,11 +84,8 @@ class Executor:
         with self.world.record.during("backward"):
             cotangents = self._cotangents()
             pulls = self.pulls.pop(microbatch)
-            for call in reversed(self.calls):
-                result = pulls.pop()(cotangents)
-                n = len(call.trainable)
-                self.accumulate(dict(zip(call.trainable, result[:n], strict=True)))
-                cotangents = list(result[n:])
+            for _ in self.calls:
+                cotangents = pulls.pop()(cotangents, self.gradients, None)
             if self.neighbours.before is not None:
                 self.sends += [self.world.send(ct, self.neighbours.before) for ct in cotangents]
 

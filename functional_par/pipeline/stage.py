@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,41 @@ class Edge:
         return cls(tuple(leaves), structure, tuple(leaf.value.grad for leaf in leaves))
 
 
+class Accumulator(Protocol):
+    """Where the gradients of a step add up."""
+
+    def add(self, grads: Mapping[str, Tensor]) -> None:
+        """Add the gradients of one layer for one microbatch."""
+
+
+class Pair(Protocol):
+    """A weight gradient that is yet to be computed, kept as data."""
+
+    def add_to(self, gradients: Accumulator) -> None:
+        """Compute it and add it."""
+
+
+@dataclass(frozen=True)
+class Back:
+    """The backward of one call. It runs once."""
+
+    trainable: tuple[str, ...]
+    pull: Pull
+
+    def __call__(self, cotangents: Sequence[Tensor], gradients: Accumulator, later: list[Pair] | None) -> list[Tensor]:
+        """Cotangents of the differentiable inputs, from one for each differentiable output.
+
+        Args:
+            cotangents: one for each differentiable output.
+            gradients: what the gradients of the layer's leaves are added to.
+            later: None adds all of them; a list gets those that can wait.
+        """
+        result = self.pull(cotangents)
+        n = len(self.trainable)
+        gradients.add(dict(zip(self.trainable, result[:n], strict=True)))
+        return list(result[n:])
+
+
 @dataclass(frozen=True)
 class Call:
     """One layer, ready to run: which of its leaves are differentiated, and what goes in and comes out."""
@@ -45,12 +80,8 @@ class Call:
 
     def forward(
         self, engine: Engine, leaves: Mapping[str, Tensor], x: list[Tensor], par: RunPar
-    ) -> tuple[list[Tensor], Pull]:
-        """Run the layer on the flat leaves of its input; returns those of its output, and the pullback.
-
-        The pullback takes a cotangent for each differentiable output, and returns one for each trainable leaf followed by
-        one for each differentiable input.
-        """
+    ) -> tuple[list[Tensor], Back]:
+        """Run the layer on the flat leaves of its input; returns those of its output, and its backward."""
         kept = {path: leaves[path] for path in self.frozen}
         n = len(self.trainable)
         par = par.within(self.layer.name)
@@ -65,9 +96,9 @@ class Call:
         primals += [leaf for leaf, grad in zip(x, self.before.differentiable, strict=True) if grad]
         if not any(self.after.differentiable):  # nothing flows back, and torch.func.vjp wants an output
             _, aux, _ = engine(lambda: function(*primals))
-            return aux, lambda cotangents: tuple(torch.zeros_like(primal) for primal in primals)
+            return aux, Back(self.trainable, lambda cotangents: tuple(torch.zeros_like(primal) for primal in primals))
         outputs, aux, pull = engine(function, *primals)
-        return _join(self.after.differentiable, outputs, aux), pull
+        return _join(self.after.differentiable, outputs, aux), Back(self.trainable, pull)
 
     def _split(self, y: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Separate the outputs that carry a cotangent from those that do not, checking what the trace promised."""

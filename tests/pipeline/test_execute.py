@@ -34,9 +34,10 @@ def execute(program, mesh, schedule):
         last = stage == mesh.pp - 1
         seen, most = [], [0]
 
-        def accumulate(grads):
-            seen.append({path: grad.clone() for path, grad in grads.items()})
-            most[0] = max(most[0], len(executor.pulls) + 1)
+        class Gradients:
+            def add(self, grads):
+                seen.append({path: grad.clone() for path, grad in grads.items()})
+                most[0] = max(most[0], len(executor.pulls) + 1)
 
         executor = Executor(
             stage_calls(plan, plan.trace(MICRO, torch.float64), stage),
@@ -46,7 +47,7 @@ def execute(program, mesh, schedule):
             lambda i: RunPar(batch=microbatch(i)),
             {path: params[path] for path in plan.stage_leaves(stage)},
             torch.tensor(1.0, dtype=torch.float64) if last else None,
-            accumulate,
+            Gradients(),
         )
         losses = executor.run(make_schedule(schedule, mesh.pp, 3)[stage])
         assert executor.pulls == {}
