@@ -1,0 +1,126 @@
+"""A timeline as SVG, PDF or PNG, drawn by matplotlib without its global state: the same timeline makes the same bytes."""
+
+from __future__ import annotations
+
+import colorsys
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from functional_par.errors import ConfigError
+from functional_par.pipeline.schedule import KINDS
+from functional_par.pipeline.timeline import Timeline
+from functional_par.report.cells import chunks, kinds, most_chunks, row_names, short
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = ("svg", "png", "pdf")
+COLORS: Mapping[str, str] = MappingProxyType({"F": "#5b9bd5", "B": "#70ad47", "I": "#f2a93b", "W": "#a98bc8"})
+CELL, ROW = 0.2, 0.34
+"""Inches of a short action's width, and of a row's height."""
+NARROWEST, WIDEST, TALLEST = 7.0, 60.0, 60.0
+DPI = 120
+MOST_NAMES = 20_000
+"""Spans that get their microbatch as a text."""
+
+
+def format_of(path: str) -> str:
+    """The format that the end of a file's name asks for; ConfigError for another."""
+    found = Path(path).suffix.lower().removeprefix(".")
+    if found not in FORMATS:
+        raise ConfigError(f"--output {path}: the name of a picture ends in .svg, .png or .pdf.")
+    return found
+
+
+def picture(timeline: Timeline, form: str = "svg", title: str = "", labels: Sequence[str] = ()) -> bytes:
+    """The picture of a timeline: a row a rank, the microbatch in each action, the kind and the chunk by colour.
+
+    Args:
+        timeline: simulated or measured.
+        form: ``svg``, ``png`` or ``pdf``.
+        title: above it.
+        labels: names of the rows, ``rank 0`` and so on if left out.
+
+    Returns:
+        The bytes of the file.
+
+    Raises:
+        ConfigError: if matplotlib is not there.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(
+            "pictures are drawn by matplotlib, which is not installed here: pip install 'functional_par[pictures]'."
+        ) from None
+    # Texts stay texts, and names inside the file do not depend on the process.
+    style: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "functional_par",
+        "pdf.fonttype": 42,
+        "text.parse_math": False,
+    }
+    with matplotlib.rc_context(style):
+        width = min(WIDEST, max(NARROWEST, CELL * timeline.makespan / short(timeline) + 1.5))
+        figure = Figure(figsize=(width, min(TALLEST, ROW * timeline.ranks + 1.3)), layout="constrained")
+        axes = figure.add_subplot()
+        _draw(axes, timeline, width)
+        _frame(axes, timeline, title, row_names(timeline, labels))
+        out = io.BytesIO()
+        stamp = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}[form]
+        figure.savefig(out, format=form, dpi=DPI, metadata=stamp)
+    return out.getvalue()
+
+
+def _draw(axes: Axes, timeline: Timeline, width: float) -> None:
+    most, places = most_chunks(timeline), chunks(timeline)
+    groups: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+    for span in timeline.spans:
+        chunk = places[span.rank, span.action.stage]
+        groups.setdefault((span.action.kind, chunk, span.rank), []).append(_bar(timeline, span.start, span.end))
+    for (kind, chunk, rank), bars in sorted(groups.items()):
+        axes.broken_barh(
+            bars, (rank - 0.45, 0.9), facecolors=_color(kind, chunk, most), edgecolor="white", linewidth=0.4
+        )
+    inches = (width - 1.5) / (timeline.makespan or 1.0)
+    for span in timeline.spans if len(timeline.spans) <= MOST_NAMES else ():
+        text, (start, length) = str(span.action.microbatch), _bar(timeline, span.start, span.end)
+        if length * inches >= 0.06 * len(text):
+            axes.text(start + length / 2, span.rank, text, ha="center", va="center", fontsize=6)
+
+
+def _bar(timeline: Timeline, start: float, end: float) -> tuple[float, float]:
+    return start - timeline.start, end - start
+
+
+def _frame(axes: Axes, timeline: Timeline, title: str, names: Sequence[str]) -> None:
+    from matplotlib.patches import Patch
+
+    axes.set_yticks(range(timeline.ranks), names)
+    axes.set_ylim(timeline.ranks - 0.5, -0.5)
+    axes.set_xlim(0, timeline.makespan or 1.0)
+    axes.set_xlabel("seconds" if timeline.unit == "s" else "time")
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    most = most_chunks(timeline)
+    patches = [
+        Patch(facecolor=_color(kind, chunk, most), label=KINDS[kind] + (f", chunk {chunk}" if most > 1 else ""))
+        for kind in kinds(timeline)
+        for chunk in range(most)
+    ]
+    if patches:
+        axes.figure.legend(
+            handles=patches, loc="outside lower left", ncols=min(len(patches), 4), fontsize=7, frameon=False
+        )
+
+
+def _color(kind: str, chunk: int, most: int) -> tuple[float, float, float]:
+    """The colour of a kind, lighter for later chunks."""
+    code = COLORS[kind]
+    red, green, blue = (int(code[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    hue, light, saturation = colorsys.rgb_to_hls(red, green, blue)
+    return colorsys.hls_to_rgb(hue, light + (0.92 - light) * chunk / most, saturation)
