@@ -63,8 +63,8 @@ def sizes_of(split: Sequence[Any], layers: Sequence[str], stages: int, asked: st
     if all(isinstance(n, int) for n in split):
         if len(split) != stages or sum(split) != len(layers):
             raise CompositionError(
-                f"stage_pp(split={list(split)}): {len(split)} stages with {sum(split)} layers in all, but {asked}, and the model "
-                f"has {len(layers)} layers ({order}). Give a number of layers for each stage, {len(layers)} in all."
+                f"stage_pp(split={list(split)}): {len(split)} stages with {sum(split)} layers in all, but {asked}, and the "
+                f"model has {len(layers)} layers ({order}). Give a number of layers for each stage, {len(layers)} in all."
             )
         return tuple(split)
     if len(split) != stages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NoReturn
 
 from functional_par.errors import CompositionError
 
@@ -176,7 +177,7 @@ def _check_stages(layers: int, placement: Sequence[int]) -> None:
         )
 
 
-def _refuse(problem: _Problem, room: int) -> None:
+def _refuse(problem: _Problem, room: int) -> NoReturn:
     """Raise CompositionError with what the split that needs the least would need."""
     least = _Problem(problem.layers, problem.placement, problem.need, _nothing, lambda start: 0)
     sizes = _best(least, None) or ()
