@@ -22,7 +22,7 @@ from functional_par.model import init_leaf
 from functional_par.optim import Optimizer
 from functional_par.optim.base import slot_dtype
 from functional_par.pipeline.execute import Executor, Neighbours
-from functional_par.pipeline.schedules import make_schedule
+from functional_par.pipeline.old_schedules import make_schedule
 from functional_par.pipeline.stage import Call, stage_calls
 from functional_par.plan import Plan
 from functional_par.random import Key

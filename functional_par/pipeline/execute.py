@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from functional_par.comm.base import Handle, World
-from functional_par.pipeline.schedules import Action
+from functional_par.pipeline.old_schedules import Action
 from functional_par.pipeline.stage import Accumulator, Back, Call
 from functional_par.run_par import RunPar
 from functional_par.vjp import Engine

@@ -1,69 +1,126 @@
-"""Pipeline schedules as pure data: for each stage the order of its forwards and backwards. Nothing here runs anything."""
+"""What schedules are called: here, in nanotron, and in torch and torchtitan; and which stages they need."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from functional_par.errors import ScheduleError
+from functional_par.pipeline.makers import (
+    afab,
+    dual_pipe_v,
+    interleaved,
+    interleaved_zb,
+    looped_bfs,
+    one_f_one_b,
+    zb_h1,
+    zbv,
+)
+from functional_par.pipeline.schedule import Schedule
+
+__all__ = [
+    "afab",
+    "canonical",
+    "chunks_of",
+    "dual_pipe_v",
+    "interleaved",
+    "interleaved_zb",
+    "looped_bfs",
+    "make_schedule",
+    "one_f_one_b",
+    "schedule_names",
+    "zb_h1",
+    "zbv",
+]
+
+CHUNKS = 2
+"""Stages a rank, if a schedule takes any number and none is given."""
 
 
-@dataclass(frozen=True)
-class Action:
-    """One piece of work of one stage on one microbatch: ``F`` forward or ``B`` backward."""
+class _Maker(NamedTuple):
+    """``chunks``: how many stages a rank the schedule has; None for any number, then ``make`` takes it too."""
 
-    kind: Literal["F", "B"]
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}"
+    make: Callable[..., Schedule]
+    chunks: int | None
+    aliases: tuple[str, ...]
 
 
-Schedule = tuple[tuple[Action, ...], ...]
-"""Actions of each stage, in order."""
+_MAKERS: Mapping[str, _Maker] = MappingProxyType(
+    {
+        "afab": _Maker(afab, 1, ("AllForwardAllBackwardPipelineEngine", "GPipe")),
+        "1f1b": _Maker(one_f_one_b, 1, ("OneForwardOneBackwardPipelineEngine",)),
+        "interleaved": _Maker(interleaved, None, ("Interleaved1F1B",)),
+        "looped-bfs": _Maker(looped_bfs, None, ("LoopedBFS",)),
+        "zb-h1": _Maker(zb_h1, 1, ()),
+        "zbv": _Maker(zbv, 2, ("ZBVZeroBubble",)),
+        "interleaved-zb": _Maker(interleaved_zb, None, ("InterleavedZeroBubble",)),
+        "dualpipev": _Maker(dual_pipe_v, 2, ()),
+    }
+)
 
-
-def afab(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards, both in order of the microbatches (GPipe with FIFO backwards).
-
-    >>> [" ".join(map(str, row)) for row in afab(2, 3)]
-    ['F0 F1 F2 B0 B1 B2', 'F0 F1 F2 B0 B1 B2']
-    """
-    return tuple(
-        (*(Action("F", s, i) for i in range(microbatches)), *(Action("B", s, i) for i in range(microbatches)))
-        for s in range(stages)
-    )
-
-
-def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """One forward, one backward (PipeDream-Flush): at most ``stages - stage`` microbatches are in flight.
-
-    The warm-up of a stage is ``min(microbatches, stages - stage - 1)`` forwards, so fewer microbatches than stages work.
-
-    >>> [" ".join(map(str, row)) for row in one_f_one_b(2, 3)]
-    ['F0 F1 B0 F2 B1 B2', 'F0 B0 F1 B1 F2 B2']
-    """
-    return tuple(_one_f_one_b(s, min(microbatches, stages - s - 1), microbatches) for s in range(stages))
-
-
-def _one_f_one_b(stage: int, warm_up: int, microbatches: int) -> tuple[Action, ...]:
-    row = [Action("F", stage, i) for i in range(warm_up)]
-    for i in range(warm_up, microbatches):
-        row += [Action("F", stage, i), Action("B", stage, i - warm_up)]
-    return (*row, *(Action("B", stage, i) for i in range(microbatches - warm_up, microbatches)))
-
-
-_SCHEDULES = {"afab": afab, "1f1b": one_f_one_b}
+_CANONICAL: Mapping[str, str] = MappingProxyType(
+    {alias.lower(): name for name, maker in _MAKERS.items() for alias in (name, *maker.aliases)}
+)
 
 
 def schedule_names() -> tuple[str, ...]:
-    """Names that ``make_schedule`` knows."""
-    return tuple(_SCHEDULES)
+    """The names that schedules have here."""
+    return tuple(_MAKERS)
 
 
-def make_schedule(name: str, stages: int, microbatches: int) -> Schedule:
-    """The schedule of that name; raises ScheduleError for an unknown one."""
-    if name not in _SCHEDULES:
-        raise ScheduleError(f"schedule {name!r}: it is one of {', '.join(_SCHEDULES)}.")
-    return _SCHEDULES[name](stages, microbatches)
+def canonical(name: str) -> str:
+    """The name that a schedule has here. In any case, with ``-`` or ``_``; raises ScheduleError for an unknown one.
+
+    >>> canonical("Interleaved1F1B"), canonical("ZB_H1")
+    ('interleaved', 'zb-h1')
+    """
+    found = _CANONICAL.get(name.lower().replace("_", "-")) if isinstance(name, str) else None
+    if found is None:
+        others = ", ".join(alias for maker in _MAKERS.values() for alias in maker.aliases)
+        raise ScheduleError(
+            f"schedule {name!r} is unknown. There are {', '.join(_MAKERS)}; these names of nanotron and torch are known too: "
+            f"{others}."
+        )
+    return found
+
+
+def chunks_of(name: str, chunks: int | None = None) -> int:
+    """How many stages each rank has under a schedule: what is given where any number will do (2 if left out).
+
+    >>> chunks_of("1f1b"), chunks_of("interleaved", 3), chunks_of("zbv")
+    (1, 3, 2)
+    """
+    name = canonical(name)
+    has = _MAKERS[name].chunks
+    _check_count(name, "chunks", chunks if chunks is not None else has or CHUNKS)
+    if has is not None and chunks not in (None, has):
+        several = ", ".join(other for other, maker in _MAKERS.items() if maker.chunks is None)
+        raise ScheduleError(
+            f"schedule {name}: chunks={chunks}, but it has {has} stage{'s' if has > 1 else ''} on each rank. Leave chunks out, "
+            f"or take one of {several}."
+        )
+    return chunks if chunks is not None else has or CHUNKS
+
+
+def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """The schedule of that name, its stages ``ranks * chunks_of(name, chunks)``.
+
+    Raises:
+        ScheduleError: an unknown name, a number below 1, or chunks that the schedule does not have.
+
+    >>> print(make_schedule("GPipe", 2, 1))
+    0F0 0B0
+    1F0 1B0
+    """
+    name = canonical(name)
+    given = chunks_of(name, chunks)
+    _check_count(name, "ranks", ranks)
+    _check_count(name, "microbatches", microbatches)
+    maker = _MAKERS[name]
+    return maker.make(ranks, microbatches, given) if maker.chunks is None else maker.make(ranks, microbatches)
+
+
+def _check_count(name: str, what: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ScheduleError(f"schedule {name}: {what}={number!r}: it is an integer of at least 1.")

@@ -16,7 +16,7 @@ from torch import Tensor
 from functional_par import models as language
 from functional_par.mesh import AXES, Mesh
 from functional_par.model import Model
-from functional_par.pipeline.schedules import schedule_names
+from functional_par.pipeline.old_schedules import schedule_names
 from functional_par.program import Program
 from functional_par.spec import Debt, Spec
 from functional_par.testing.batch import Sample, ignores_labels

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from functional_par.errors import CompositionError
 from functional_par.model import LOSS
-from functional_par.pipeline.schedules import schedule_names
+from functional_par.pipeline.old_schedules import schedule_names
 from functional_par.plan import Plan
 from functional_par.transforms.base import Transform
 

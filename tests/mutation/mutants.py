@@ -317,14 +317,14 @@ MUTANTS = (
     # Pipeline
     Mutant(
         "1F1B warms up one microbatch too few",
-        "pipeline/schedules.py",
+        "pipeline/old_schedules.py",
         "_one_f_one_b(s, min(microbatches, stages - s - 1), microbatches)",
         "_one_f_one_b(s, min(microbatches, max(0, stages - s - 2)), microbatches)",
         PIPELINE,
     ),
     Mutant(
         "backwards of AFAB in the order of a stack",
-        "pipeline/schedules.py",
+        "pipeline/old_schedules.py",
         '*(Action("B", s, i) for i in range(microbatches)))',
         '*(Action("B", s, i) for i in reversed(range(microbatches))))',
         PIPELINE,

@@ -7,7 +7,7 @@ import torch
 import functional_par as fp
 from functional_par import Mesh
 from functional_par.pipeline.execute import Executor, Neighbours
-from functional_par.pipeline.schedules import make_schedule
+from functional_par.pipeline.old_schedules import make_schedule
 from functional_par.pipeline.stage import stage_calls
 from functional_par.run_par import RunPar
 from functional_par.tree import flatten

@@ -1,4 +1,4 @@
-"""Schedules as data: complete, in order, bounded in memory, and free of deadlock for any number of microbatches."""
+"""Schedules by name: complete and in order for any number of ranks, microbatches and chunks, in bounded memory."""
 
 from __future__ import annotations
 
@@ -7,113 +7,89 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_par import ScheduleError
-from functional_par.pipeline.schedules import Action, afab, make_schedule, one_f_one_b, schedule_names
+from functional_par.pipeline.schedules import canonical, chunks_of, make_schedule, schedule_names
 
-SIZES = [(p, m) for p in range(1, 9) for m in range(1, 13)]
-names = st.sampled_from(["afab", "1f1b"])
-stages, microbatches = st.integers(1, 12), st.integers(1, 40)
+NAMES = ("afab", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zbv", "interleaved-zb", "dualpipev")
+CHUNKED = ("interleaved", "looped-bfs", "interleaved-zb")
 
-
-def simulate(schedule):
-    """Run the rows as ranks do: an action waits for the activation or cotangent of its neighbour, sends never wait, and
-    what arrives is taken in the order it was sent. Returns the time at which each action started, all actions taking one
-    unit; raises when nobody can go on."""
-    time = [0] * len(schedule)
-    at = [0] * len(schedule)
-    sent = {}  # (from stage, to stage): [(microbatch, time)]
-    started = {}
-    while any(i < len(row) for i, row in zip(at, schedule, strict=True)):
-        moved = False
-        for stage, row in enumerate(schedule):
-            if at[stage] == len(row):
-                continue
-            action = row[at[stage]]
-            source = stage - 1 if action.kind == "F" else stage + 1
-            ready = 0
-            if 0 <= source < len(schedule):
-                queue = sent.get((source, stage), [])
-                if not queue:
-                    continue
-                microbatch, ready = queue.pop(0)
-                assert microbatch == action.microbatch, "a message was taken for another microbatch's"
-            elif action.kind == "B":
-                ready = started["F", stage, action.microbatch] + 1
-            start = max(time[stage], ready)
-            started[action.kind, stage, action.microbatch] = start
-            time[stage] = start + 1
-            to = stage + 1 if action.kind == "F" else stage - 1
-            if 0 <= to < len(schedule):
-                sent.setdefault((stage, to), []).append((action.microbatch, time[stage]))
-            at[stage] += 1
-            moved = True
-        assert moved, f"deadlock at {at}"
-    assert not any(sent.values()), "a message that nobody takes"
-    return started
+names, ranks, microbatches, chunks = st.sampled_from(NAMES), st.integers(1, 8), st.integers(1, 20), st.integers(1, 3)
 
 
-def in_flight(row):
-    """The largest number of microbatches that have gone forward and not backward."""
-    now = most = 0
-    for action in row:
-        now += 1 if action.kind == "F" else -1
-        most = max(most, now)
-    return most
+def make(name, p, m, v):
+    return make_schedule(name, p, m, v if name in CHUNKED else None)
 
 
-@given(names, stages, microbatches)
-def test_every_stage_runs_each_microbatch_forward_and_backward_once(name, p, m):
-    for stage, row in enumerate(make_schedule(name, p, m)):
-        assert sorted((a.kind, a.microbatch) for a in row) == sorted((k, i) for k in "BF" for i in range(m))
-        assert all(action.stage == stage for action in row)
+def test_these_are_the_schedules():
+    assert schedule_names() == NAMES
 
 
-@given(names, stages, microbatches)
-def test_forwards_and_backwards_are_each_in_order_and_no_backward_precedes_its_forward(name, p, m):
-    for row in make_schedule(name, p, m):
-        for kind in "FB":
-            assert [a.microbatch for a in row if a.kind == kind] == list(range(m))
-        for i in range(m):
-            assert row.index(Action("F", row[0].stage, i)) < row.index(Action("B", row[0].stage, i))
+@given(names, ranks, microbatches, chunks)
+def test_every_stage_runs_every_microbatch_once_each_kind_in_order(name, p, m, v):
+    made = make(name, p, m, v)
+    assert (made.ranks, made.microbatches, made.name) == (p, m, name)
+    assert made.stages == len(made.placement) == p * chunks_of(name, v if name in CHUNKED else None)
+    for stage, rank in enumerate(made.placement):
+        row = [action for action in made.rows[rank] if action.stage == stage]
+        forwards, inputs, weights = ([a.microbatch for a in row if a.kind in kinds] for kinds in ("F", "BI", "BW"))
+        assert forwards == inputs == weights == list(range(m))
 
 
-@given(stages, microbatches)
-def test_1f1b_keeps_at_most_as_many_microbatches_as_stages_follow(p, m):
-    for stage, row in enumerate(one_f_one_b(p, m)):
-        assert in_flight(row) == min(m, p - stage)
+@given(ranks, microbatches, chunks)
+def test_backwards_are_whole_unless_the_schedule_splits_them(p, m, v):
+    kinds = {name: {action.kind for row in make(name, p, m, v).rows for action in row} for name in NAMES}
+    assert {name for name in NAMES if kinds[name] == set("FB")} >= {"afab", "1f1b", "interleaved", "looped-bfs"}
+    assert {name for name in NAMES if kinds[name] == set("FIW")} >= {"zb-h1", "zbv", "interleaved-zb"}
 
 
-@given(stages, microbatches)
-def test_afab_keeps_them_all(p, m):
-    assert all(in_flight(row) == m for row in afab(p, m))
+def test_the_names_of_nanotron_and_torch_are_known_in_any_case():
+    known = {
+        "afab": "afab",
+        "1F1B": "1f1b",
+        "AllForwardAllBackwardPipelineEngine": "afab",
+        "OneForwardOneBackwardPipelineEngine": "1f1b",
+        "GPipe": "afab",
+        "gpipe": "afab",
+        "Interleaved1F1B": "interleaved",
+        "LoopedBFS": "looped-bfs",
+        "InterleavedZeroBubble": "interleaved-zb",
+        "ZBVZeroBubble": "zbv",
+        "DualPipeV": "dualpipev",
+        "zb_h1": "zb-h1",
+        "LOOPED_BFS": "looped-bfs",
+    }
+    assert {name: canonical(name) for name in known} == known
 
 
-@pytest.mark.parametrize("name", ["afab", "1f1b"])
-def test_no_schedule_deadlocks_and_every_message_meets_its_microbatch(name):
-    for p, m in SIZES:
-        assert len(simulate(make_schedule(name, p, m))) == 2 * p * m
+@pytest.mark.parametrize("name", ["zb", "", None, 3, ["1f1b"]])
+def test_an_unknown_schedule_is_refused_with_those_there_are(name):
+    with pytest.raises(
+        ScheduleError, match=r"is unknown\. There are afab, 1f1b, .*dualpipev.* AllForward.*ZBVZeroBubble"
+    ):
+        make_schedule(name, 2, 2)
 
 
-@pytest.mark.parametrize("name", ["afab", "1f1b"])
-def test_the_bubble_is_that_of_the_formula(name):
-    for p, m in SIZES:
-        started = simulate(make_schedule(name, p, m))
-        # 2m units of work a stage, of 2(m + p - 1) in all: a bubble of (p - 1) / (m + p - 1).
-        assert max(started.values()) + 1 == 2 * (m + p - 1)
+def test_chunks_are_those_of_the_schedule_or_any_number():
+    assert [chunks_of(name) for name in NAMES] == [1, 1, 2, 2, 1, 2, 2, 2]
+    assert [chunks_of("interleaved", 5), chunks_of("1f1b", 1), chunks_of("zbv", 2)] == [5, 1, 2]
+    with pytest.raises(
+        ScheduleError, match=r"schedule zbv: chunks=3, but it has 2 stages on each rank\. Leave chunks out"
+    ):
+        chunks_of("ZBVZeroBubble", 3)
+    with pytest.raises(
+        ScheduleError, match=r"chunks=2, but it has 1 stage on each rank.* interleaved, looped-bfs, inter"
+    ):
+        make_schedule("1f1b", 2, 2, 2)
 
 
-def test_the_simulation_sees_a_deadlock_and_a_message_out_of_order():
-    f, b = (lambda s, i: Action("F", s, i)), (lambda s, i: Action("B", s, i))
-    with pytest.raises(AssertionError, match="deadlock"):
-        simulate(((f(0, 0), b(0, 0), f(0, 1), b(0, 1)), (f(1, 0), f(1, 1), b(1, 0), b(1, 1))))
-    with pytest.raises(AssertionError, match="another microbatch"):
-        simulate(((f(0, 0), f(0, 1), b(0, 0), b(0, 1)), (f(1, 1), f(1, 0), b(1, 0), b(1, 1))))
+@pytest.mark.parametrize("bad", [0, -1, True, 1.0, "2"])
+def test_numbers_below_one_are_refused(bad):
+    for what, arguments in (("ranks", (bad, 2, 2)), ("microbatches", (2, bad, 2)), ("chunks", (2, 2, bad))):
+        with pytest.raises(ScheduleError, match=f"schedule interleaved: {what}=.*: it is an integer of at least 1"):
+            make_schedule("interleaved", *arguments)
 
 
-def test_a_row_reads_like_a_picture():
-    assert [" ".join(map(str, row)) for row in one_f_one_b(3, 2)] == ["F0 F1 B0 B1", "F0 F1 B0 B1", "F0 B0 F1 B1"]
-
-
-def test_an_unknown_schedule_is_refused_with_those_there_are():
-    assert schedule_names() == ("afab", "1f1b")
-    with pytest.raises(ScheduleError, match=r"schedule 'zb': it is one of afab, 1f1b\."):
-        make_schedule("zb", 2, 2)
+def test_rows_read_like_pictures():
+    assert str(make_schedule("1f1b", 3, 2)) == "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2B0 2F1 2B1"
+    assert str(make_schedule("zbv", 2, 2)) == (
+        "0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1\n1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1"
+    )

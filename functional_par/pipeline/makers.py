@@ -1,0 +1,154 @@
+"""Schedules by name: small functions of the number of ranks, microbatches and chunks (stages a rank). All take any number of
+microbatches, and keep them in order on every stage, so all give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, zip_longest
+
+from functional_par.pipeline.greedy import greedy
+from functional_par.pipeline.schedule import Action, Row, Schedule
+
+Step = tuple[str, int]
+"""A kind and a stage. Microbatches follow by counting; a ``W`` is that of the oldest ``I`` that has none yet."""
+
+
+def afab(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards, both in order (GPipe, arXiv 1811.06965). Bubble ``(p - 1) / (m + p - 1)``, and all
+    activations are alive.
+
+    >>> print(afab(2, 3))
+    0F0 0F1 0F2 0B0 0B1 0B2
+    1F0 1F1 1F2 1B0 1B1 1B2
+    """
+    return Schedule("afab", looped_bfs(ranks, microbatches, 1).rows)
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
+    """One forward, one backward (PipeDream-Flush, arXiv 2006.09503), after ``min(m, p - rank - 1)`` forwards. Bubble
+    ``(p - 1) / (m + p - 1)``, and at most ``p - rank`` activations are alive.
+
+    >>> print(one_f_one_b(2, 3))
+    0F0 0F1 0B0 0F2 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+    """
+    return Schedule("1f1b", interleaved(ranks, microbatches, 1).rows)
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """1F1B over chunks (Megatron, arXiv 2104.04473): stage s is on rank ``s % p``, and microbatches go in groups of p, each
+    through one chunk after the other. Bubble ``(p - 1) / (v m + p - 1)`` if p divides m.
+
+    Megatron wants m to be a multiple of p. Here the schedule of the next multiple is made and cut.
+
+    >>> print(interleaved(2, 2, 2))
+    0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+    """
+    groups = -(-microbatches // ranks)
+    rows = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * chunks, ranks)
+        forwards = [stage for stage in stages for _ in range(ranks)] * groups
+        backwards = [stage for stage in reversed(stages) for _ in range(ranks)] * groups
+        away = ranks - rank - 1
+        rows.append(_alternating(forwards, backwards, away if chunks == 1 else 2 * away + (chunks - 1) * ranks))
+    return _cut("interleaved", rows, microbatches)
+
+
+def looped_bfs(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """All microbatches through one chunk after the other, then back (arXiv 2211.05953): stage s is on rank ``s % p``. All
+    activations are alive. Bubble ``(p - 1) / (v m + p - 1)`` if m is at least p.
+
+    >>> print(looped_bfs(1, 2, 2))
+    0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1
+    """
+    rows = []
+    for rank in range(ranks):
+        forwards = [stage for stage in range(rank, ranks * chunks, ranks) for _ in range(microbatches)]
+        rows.append(_alternating(forwards, forwards[::-1], len(forwards)))
+    return _cut("looped-bfs", rows, microbatches)
+
+
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
+    """1F1B with the backward in two, the second part in the bubbles (ZB-H1 of arXiv 2401.10241). At most p activations are
+    alive, and ``(p - 1) (T_F + T_I - T_W)`` of idle time are left on each rank: with unit costs ``3 m + p - 1`` in all, if m is
+    at least p.
+
+    >>> print(zb_h1(2, 3))
+    0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+    1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+    """
+    return Schedule("zb-h1", interleaved_zb(ranks, microbatches, 1).rows)
+
+
+def interleaved_zb(ranks: int, microbatches: int, chunks: int) -> Schedule:
+    """``interleaved`` with the backward in two. At most ``v p`` activations are alive. With unit costs it takes
+    ``3 v m + p - 1`` if p divides m.
+    """
+    return greedy([*range(ranks)] * chunks, microbatches, live=chunks * ranks, name="interleaved-zb")
+
+
+def zbv(ranks: int, microbatches: int) -> Schedule:
+    """Two chunks a rank in the shape of a V, so that the loss is on the first rank, and the backward in two (ZB-V of arXiv
+    2401.10241, arXiv 2405.15362). At most 2 p activations are alive, of stages half as deep as those of 1F1B. With unit costs
+    it takes ``6 m + p - 1`` if m is at least p: no rank waits between its first and its last action.
+    """
+    return greedy(_v_shape(ranks), microbatches, live=2 * ranks, name="zbv")
+
+
+def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
+    """DeepSeek's DualPipe (arXiv 2412.19437) cut in half: the V shape of ``zbv``, forwards of one chunk paired with backwards
+    of the other, and the backward in two only where that fills a bubble. At most ``2 p + 1`` activations are alive.
+
+    Fewer microbatches than ``2 p`` are those of a schedule that was made for as many.
+    """
+    made = max(microbatches, 2 * ranks)
+    return _cut("dualpipev", [_numbered(_dual(ranks, rank, made)) for rank in range(ranks)], microbatches)
+
+
+def _v_shape(ranks: int) -> tuple[int, ...]:
+    """Down the ranks and up again."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def _dual(ranks: int, rank: int, microbatches: int) -> Iterator[Step]:
+    """Steps of one rank: ``a`` is its stage on the way down, ``b`` that on the way up."""
+    a, b, away, behind = rank, 2 * ranks - 1 - rank, ranks - 1 - rank, rank + 1
+    yield from [("F", a)] * (2 * away)
+    yield from [("F", a), ("F", b)] * behind
+    yield from [("I", b), ("W", b), ("F", b)] * away
+    yield from [("F", a), ("B", b), ("F", b), ("B", a)] * (microbatches - 2 * ranks + behind)
+    yield from [("B", b), ("F", b), ("B", a)] * away
+    last = [b, a] * behind
+    yield from (("B", stage) for stage in last[:behind])
+    yield from (("I", stage) for stage in last[behind:])
+    yield from [("W", a), ("I", a)] * away
+    yield from [("W", a)] * behind
+
+
+def _alternating(forwards: Sequence[int], backwards: Sequence[int], warm_up: int) -> Row:
+    """Some forwards, then a forward and a backward in turn, then the other backwards."""
+    pairs = zip_longest([("F", stage) for stage in forwards[warm_up:]], [("B", stage) for stage in backwards])
+    return _numbered([*(("F", s) for s in forwards[:warm_up]), *(step for step in chain(*pairs) if step is not None)])
+
+
+def _numbered(steps: Iterable[Step]) -> Row:
+    """Give the steps of each stage their microbatches, in order."""
+    seen: Counter[tuple[int, bool]] = Counter()
+    owed: deque[Action] = deque()
+    row = []
+    for kind, stage in steps:
+        action = owed.popleft() if kind == "W" else Action(stage, kind, seen[stage, kind == "F"])  # type: ignore[arg-type]
+        seen[stage, kind == "F"] += kind != "W"
+        if kind == "I":
+            owed.append(action._replace(kind="W"))
+        row.append(action)
+    return tuple(row)
+
+
+def _cut(name: str, rows: Iterable[Row], microbatches: int) -> Schedule:
+    """Only the first microbatches. What is left of a schedule that runs, runs: nothing waits for what is gone."""
+    return Schedule(name, tuple(tuple(action for action in row if action.microbatch < microbatches) for row in rows))
