@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +17,10 @@ from functional_par.report.cells import row_names
 _COLORS = {"F": "rail_response", "B": "good", "I": "rail_animation", "W": "generic_work"}
 _PROCESS = 0
 _MICRO = 1e6
-MOST_RANKS, LARGEST = 100_000, 2**31
+MOST = 100_000
+"""Ranks, stages and microbatches."""
+LATEST = 1e18
+"""Microseconds."""
 
 
 @dataclass(frozen=True)
@@ -129,21 +131,22 @@ def load(path: str, what: str = "trace file") -> Trace:
         if event["ph"] == "X":
             spans.append(reader.span(event, where))
         elif event.get("name") == "thread_name":
-            labels[reader.count(event, "tid", where, MOST_RANKS - 1)] = reader.label(event, where)
+            labels[reader.count(event, "tid", where, MOST - 1)] = reader.label(event, where)
     rows = max([span.rank for span in spans] + list(labels), default=-1) + 1
-    ranks = reader.count(about, "ranks", "otherData", MOST_RANKS) if "ranks" in about else rows
+    ranks = reader.count(about, "ranks", "otherData", MOST) if "ranks" in about else rows
     if ranks < rows or not spans:
         raise reader.wrong("", f"{len(spans)} spans on {rows} ranks do not fit the {ranks} ranks of otherData")
     spans.sort(key=lambda span: (span.rank, span.start, span.end))
     reader.apart(spans)
-    unit = about.get("unit", "s")
-    timeline = Timeline(ranks, tuple(spans), unit if isinstance(unit, str) else "s")
-    schedule = about.get("schedule", "")
+    schedule, unit = about.get("schedule", ""), about.get("unit", "s")
+    if not isinstance(schedule, str) or not schedule.isprintable() or unit not in ("s", ""):
+        raise reader.wrong("otherData", "schedule is a text on one line, and unit is s, or empty for units of work")
+    timeline = Timeline(ranks, tuple(spans), unit)
     pp, microbatches = (
-        reader.count(about, key, "otherData", LARGEST) if key in about else 0 for key in ("pp", "microbatches")
+        reader.count(about, key, "otherData", MOST) if key in about else 0 for key in ("pp", "microbatches")
     )
     names = tuple(labels.get(rank, f"rank {rank}") for rank in range(ranks))
-    return Trace(timeline, schedule if isinstance(schedule, str) else "", pp, microbatches, names)
+    return Trace(timeline, schedule, pp, microbatches, names)
 
 
 @dataclass(frozen=True)
@@ -173,10 +176,10 @@ class _Reader:
             raise self.wrong(where, "its args have no kind F, B, I or W")
         inside = f"{where}.args"
         action = Action(
-            self.count(args, "stage", inside, LARGEST), args["kind"], self.count(args, "microbatch", inside, LARGEST)
+            self.count(args, "stage", inside, MOST), args["kind"], self.count(args, "microbatch", inside, MOST)
         )
         start, length = self.time(event, "ts", where), self.time(event, "dur", where)
-        return Span(self.count(event, "tid", where, MOST_RANKS - 1), action, start / _MICRO, (start + length) / _MICRO)
+        return Span(self.count(event, "tid", where, MOST - 1), action, start / _MICRO, (start + length) / _MICRO)
 
     def count(self, data: Mapping[str, Any], key: str, where: str, most: int) -> int:
         value = data.get(key)
@@ -186,8 +189,8 @@ class _Reader:
 
     def time(self, data: Mapping[str, Any], key: str, where: str) -> float:
         value = data.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise self.wrong(where, f"{key} is {value!r}; microseconds of at least 0 are expected")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LATEST:
+            raise self.wrong(where, f"{key} is {value!r}; microseconds from 0 to {LATEST:g} are expected")
         return float(value)
 
     def label(self, event: Mapping[str, Any], where: str) -> str:

@@ -31,7 +31,9 @@ def format_of(path: str) -> str:
     """The format that the end of a file's name asks for; ConfigError for another."""
     found = Path(path).suffix.lower().removeprefix(".")
     if found not in FORMATS:
-        raise ConfigError(f"--output {path}: the name of a picture ends in .svg, .png or .pdf.")
+        raise ConfigError(
+            f"--output {path}: the name of a picture ends in .svg, .png or .pdf, or in .json for Perfetto."
+        )
     return found
 
 

@@ -67,5 +67,5 @@ def test_without_matplotlib_the_message_says_what_to_install(monkeypatch):
 
 def test_the_format_follows_from_the_name():
     assert [format_of(name) for name in ("a.svg", "b/c.PNG", "d.pdf")] == ["svg", "png", "pdf"]
-    with pytest.raises(ConfigError, match=r"--output a\.gif: the name of a picture ends in"):
+    with pytest.raises(ConfigError, match=r"--output a\.gif: the name of a picture ends in .svg, .png or .pdf"):
         format_of("a.gif")
