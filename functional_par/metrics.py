@@ -65,10 +65,10 @@ class Totals:
         self.mine = [
             (i, path)
             for i, path in enumerate(self.paths)
-            if coords.pp in plan.specs[path].stages and plan.specs[path].counted_by(coords)
+            if coords.pp in plan.specs[path].owners and plan.specs[path].counted_by(coords)
         ]
         copied = [axis for axis in AXES if axis != "pp" and axis not in plan.data_axes]
-        self.has_loss = coords.pp == len(plan.stages) - 1 and all(getattr(coords, axis) == 0 for axis in copied)
+        self.has_loss = coords.pp == plan.placement[-1] and all(getattr(coords, axis) == 0 for axis in copied)
 
     def over_world(
         self,
@@ -81,22 +81,31 @@ class Totals:
 
         Args:
             world: of this rank.
-            losses: sum and count of each microbatch on the last stage.
+            losses: sum and count of each microbatch, on the rank of the last stage.
             grads: this rank's gradients, debts paid.
             agree: a number of at most 16 bits that should be the same on every rank.
         """
-        parts = self._powers(world, grads)
-        # n * sum(a^2) == sum(a)^2 exactly when all n numbers are equal (Cauchy-Schwarz); 16 bits keep float64 exact.
-        head = torch.tensor([0.0, 0.0, 1.0, agree, agree**2], dtype=torch.float64, device=world.device)
-        if self.has_loss:
-            for total, count in losses:
-                head[:2] += torch.stack([total.detach().double(), count.double()])
+        head, parts = self._head(world, losses, agree), self._powers(world, grads)
         if math.isinf(self.norm):
             head, parts = _reduce(world, head, "sum"), _reduce(world, parts, "max")
         else:
             head, parts = _reduce(world, torch.cat([head, parts]), "sum").split([len(head), len(parts)])
         loss, count, ranks, once, twice = head.tolist()
         return Total(loss, count, self._combine(parts.tolist()), ranks * twice == once**2)
+
+    def of_losses(self, world: World, losses: Sequence[tuple[Tensor, Tensor]], agree: int = 0) -> Total:
+        """The same of a batch that was only evaluated: the norm is 0."""
+        loss, count, ranks, once, twice = _reduce(world, self._head(world, losses, agree), "sum").tolist()
+        return Total(loss, count, 0.0, ranks * twice == once**2)
+
+    def _head(self, world: World, losses: Sequence[tuple[Tensor, Tensor]], agree: int) -> Tensor:
+        """This rank's part of loss, count, number of ranks, and what they should agree on."""
+        # n * sum(a^2) == sum(a)^2 exactly when all n numbers are equal (Cauchy-Schwarz); 16 bits keep float64 exact.
+        head = torch.tensor([0.0, 0.0, 1.0, agree, agree**2], dtype=torch.float64, device=world.device)
+        if self.has_loss:
+            for total, count in losses:
+                head[:2] += torch.stack([total.detach().double(), count.double()])
+        return head
 
     def _powers(self, world: World, grads: Mapping[str, Tensor]) -> Tensor:
         """For each leaf this rank's part of the sum under the root; the largest entry for inf."""

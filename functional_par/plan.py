@@ -16,6 +16,8 @@ from functional_par.maps.infer import infer
 from functional_par.mesh import AXES, Mesh
 from functional_par.model import LOSS, Layer, Model
 from functional_par.par import TensorParallelMode
+from functional_par.pipeline.schedule import Schedule
+from functional_par.pipeline.schedules import make_schedule
 from functional_par.spec import Debt, Spec
 from functional_par.trace import Setting, Trace, trace
 
@@ -36,8 +38,10 @@ class Plan:
         specs: leaf path to sharding annotation, for the leaves of ``model``.
         aliases: tied path to the path that stands for it.
         costs: work of each layer's forward on one row, in floating-point operations; the loss is one of them.
-        stages: names of the layers on each pipeline stage; the loss belongs to the last.
-        schedule, microbatches: how the pipeline runs.
+        stages: names of the layers of each pipeline stage; the loss belongs to the last.
+        placement: the pp coordinate of the ranks that run each stage; several stages may be on one.
+        schedule, microbatches: how the pipeline runs: the schedule's name, and pieces of each replica's share of the batch.
+        given: the user's own schedule, else None.
         mode, async_comm: how tensor-parallel layers communicate.
         active: the axes that some transform uses.
         data_axes: the axes along which the batch is split, in mesh order.
@@ -52,8 +56,10 @@ class Plan:
     aliases: Mapping[str, str] = field(default_factory=dict)
     costs: Mapping[str, int] = field(default_factory=dict)
     stages: tuple[tuple[str, ...], ...] = ()
+    placement: tuple[int, ...] = (0,)
     schedule: str = "1f1b"
     microbatches: int = 1
+    given: Schedule | None = None
     mode: TensorParallelMode = TensorParallelMode.ALL_REDUCE
     async_comm: bool = False
     active: frozenset[str] = frozenset()
@@ -115,8 +121,33 @@ class Plan:
         return tuple(layer for layer in self.model.all_layers if self.stage_of[layer.name] == stage)
 
     def stage_leaves(self, stage: int) -> tuple[str, ...]:
-        """Paths of the leaves that a stage holds, in the order of the tree."""
-        return tuple(path for path, spec in self.specs.items() if stage in spec.stages)
+        """Paths of the leaves that a stage reads, in the order of the tree."""
+        read = {path for layer in self.stage_layers(stage) for path in layer.paths}
+        return tuple(path for path in self.specs if path in read)
+
+    def stages_on(self, pp: int) -> tuple[int, ...]:
+        """The stages that the ranks at a pp coordinate run."""
+        return tuple(stage for stage, at in enumerate(self.placement) if at == pp)
+
+    def layers_on(self, pp: int) -> tuple[Layer, ...]:
+        """The layers that the ranks at a pp coordinate run, with the loss where the last stage is."""
+        return tuple(layer for layer in self.model.all_layers if self.placement[self.stage_of[layer.name]] == pp)
+
+    def held(self, pp: int) -> tuple[str, ...]:
+        """Paths of the leaves that the ranks at a pp coordinate hold, in the order of the tree. Each is there once, also if
+        several of their stages read it."""
+        return tuple(path for path, spec in self.specs.items() if pp in spec.owners)
+
+    @cached_property
+    def timetable(self) -> Schedule:
+        """The actions of every pipeline rank, in order: made when they are first asked for.
+
+        Raises:
+            ScheduleError: a schedule of the user's own that is incomplete, out of order, or cannot finish.
+        """
+        if self.given is not None:
+            return self.given
+        return make_schedule(self.schedule, self.mesh.pp, self.microbatches, len(self.stages) // self.mesh.pp)
 
     def trace(self, batch: Fields | None = None, dtype: torch.dtype = torch.float32) -> Trace:
         """Infer types, shapes and debts for microbatches of the given shapes (by default small ones). Done once a shape,
@@ -155,13 +186,13 @@ class Plan:
         """Give every leaf its stages and its debts; raises what only the whole plan reveals."""
         self._check_axes()
         owners = self._owners()
-        staged = replace(self, specs={p: replace(spec, stages=owners[p]) for p, spec in self.specs.items()})
+        staged = replace(self, specs={p: replace(spec, owners=owners[p]) for p, spec in self.specs.items()})
         debts = staged.trace().debts
         specs = {}
         for path, spec in staged.specs.items():
             owed = {debt.axis: debt for debt in debts[path]}
-            if len(spec.stages) > 1:
-                owed["pp"] = _tie_debt(spec.stages)
+            if len(spec.owners) > 1:
+                owed["pp"] = _tie_debt(self.readers[path])
             specs[path] = replace(
                 spec, owes=tuple(owed[axis] for axis in AXES if axis in owed) if spec.trainable else ()
             )
@@ -178,7 +209,12 @@ class Plan:
         return self
 
     def _owners(self) -> dict[str, tuple[int, ...]]:
-        """Stages that read each leaf."""
+        """The pp coordinates of the stages that read each leaf."""
+        return {path: tuple(sorted({self.placement[s] for s in self.readers[path]})) for path in self.specs}
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[int, ...]]:
+        """Leaf path to the stages that read it, in order."""
         stages: dict[str, set[int]] = {path: set() for path in self.specs}
         for layer in self.model.all_layers:
             for path in layer.paths:

@@ -80,6 +80,7 @@ class Program:
         donate: bool = False,
         dtype: torch.dtype = torch.float32,
         engine: str = "func",
+        poison: bool = False,
     ) -> Step:
         """The training step of one rank: ``state = step.init(seed)``, then ``state, metrics = step(state, batch)``.
 
@@ -91,11 +92,21 @@ class Program:
             donate: the step consumes the state it is given and reuses its memory; using that state again raises.
             dtype: of the parameters and activations. Gradients are accumulated in float32, or float64 for float64.
             engine: ``"func"`` differentiates with torch.func.vjp, ``"tape"`` with torch.autograd.grad; same numbers.
+            poison: for finding bugs: memory that is used again is filled with NaN in between, so that a value which is read
+                before it is there spoils the loss. Right programs give the same bits with it.
         """
         from functional_par.step import Step
 
         return Step(
-            self.plan(world.mesh), world, optimizer, clip=clip, norm=norm, donate=donate, dtype=dtype, engine=engine
+            self.plan(world.mesh),
+            world,
+            optimizer,
+            clip=clip,
+            norm=norm,
+            donate=donate,
+            dtype=dtype,
+            engine=engine,
+            poison=poison,
         )
 
 

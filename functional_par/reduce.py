@@ -50,7 +50,7 @@ def buckets(plan: Plan, rank: int) -> tuple[Bucket, ...]:
     """The buckets of one rank, in an order on which all ranks agree."""
     grouped: dict[tuple[int, ...], list[str]] = {}
     axes: dict[tuple[int, ...], tuple[str, ...]] = {}
-    for path in sorted(plan.stage_leaves(plan.mesh.coords(rank).pp)):
+    for path in sorted(plan.held(plan.mesh.coords(rank).pp)):
         spec = plan.specs[path]
         if spec.trainable:
             ranks = spec.payers(plan.mesh, rank)
@@ -62,11 +62,11 @@ def buckets(plan: Plan, rank: int) -> tuple[Bucket, ...]:
 
 def groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Every set of ranks that some bucket or some map of the user sums over, in one order for all ranks."""
-    owed = {(spec.pending, spec.stages) for spec in plan.specs.values() if spec.pending}
+    owed = {(spec.pending, spec.owners) for spec in plan.specs.values() if spec.pending}
     found = set()
-    for axes, stages in owed | plan.map_groups:
+    for axes, owners in owed | plan.map_groups:
         for group in plan.mesh.groups(*axes):
-            found.add(tuple(rank for rank in group if plan.mesh.coords(rank).pp in stages))
+            found.add(tuple(rank for rank in group if plan.mesh.coords(rank).pp in owners))
     return tuple(sorted(group for group in found if len(group) > 1))
 
 

@@ -73,7 +73,7 @@ def _shards(
         _check_leaf(name, leaf, what)
     _check_names(plan, flat, what)
     flat = {plan.aliases.get(name, name): leaf for name, leaf in flat.items()}
-    own, shards = plan.stage_leaves(plan.mesh.coords(rank).pp), {}
+    own, shards = plan.held(plan.mesh.coords(rank).pp), {}
     for path in paths:
         leaf, spec = flat.get(path), plan.specs[path]
         if leaf is None:

@@ -24,10 +24,7 @@ def shard(params: Mapping[str, Any], plan: Plan, rank: int) -> dict[str, Any]:
     """
     flat, coords = tree.flatten(params), plan.mesh.coords(rank)
     return tree.unflatten(
-        {
-            path: cut(plan, plan.specs[path], _whole(flat, plan.specs[path]), rank)
-            for path in plan.stage_leaves(coords.pp)
-        }
+        {path: cut(plan, plan.specs[path], _whole(flat, plan.specs[path]), rank) for path in plan.held(coords.pp)}
     )
 
 
@@ -100,7 +97,7 @@ def _join(plan: Plan, spec: Spec, parts: Sequence[Tensor | None]) -> Tensor:
             whole = part.new_zeros(spec.shape)
         place(plan, spec, whole, part, rank)
     if whole is None:
-        raise StateError(f"unshard: no shard holds {spec.path}, which belongs to stage {spec.stages[0]}.")
+        raise StateError(f"unshard: no shard holds {spec.path}, which belongs to pipeline rank {spec.owners[0]}.")
     return whole
 
 

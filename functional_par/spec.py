@@ -58,7 +58,7 @@ class Debt:
     """One axis over which the local gradient is only a partial sum.
 
     Attributes:
-        axis: the mesh axis to sum over; ``"pp"`` stands for the stages that own a copy.
+        axis: the mesh axis to sum over; ``"pp"`` stands for the pipeline ranks that own a copy.
         reason: why, in words.
         layer, place: the layer and the line of source where the leaf met the data; empty for a tie.
         payer: name of the map on local gradients that sums over the axis; "" for the step's own reduction.
@@ -84,7 +84,7 @@ class Spec:
         shape: global shape.
         names: the name of each dim.
         axes: for each dim the mesh axis it is cut along, or None.
-        stages: pipeline stages that hold the leaf, in order; the first is the one that counts and saves it.
+        owners: pp coordinates of the ranks that hold the leaf, in order; the first is the one that counts and saves it.
         owes: the axes over which the gradient must still be summed, in mesh order.
         trainable: whether it has a gradient at all.
     """
@@ -93,7 +93,7 @@ class Spec:
     shape: tuple[int, ...]
     names: tuple[str, ...]
     axes: tuple[str | None, ...]
-    stages: tuple[int, ...] = (0,)
+    owners: tuple[int, ...] = (0,)
     owes: tuple[Debt, ...] = ()
     trainable: bool = True
 
@@ -128,15 +128,15 @@ class Spec:
 
     def payers(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The ranks whose gradients of this leaf the step sums with those of ``rank``, in rank order."""
-        return payers(mesh, rank, self.pending, self.stages)
+        return payers(mesh, rank, self.pending, self.owners)
 
     def counted_by(self, coords: Coords) -> bool:
-        """True on exactly one rank for each shard: the first of its replicas on its first stage."""
+        """True on exactly one rank for each shard: the first of its replicas on its first owner."""
         copied = (axis for axis in AXES if axis != "pp" and axis not in self.axes)
-        return coords.pp == self.stages[0] and all(getattr(coords, axis) == 0 for axis in copied)
+        return coords.pp == self.owners[0] and all(getattr(coords, axis) == 0 for axis in copied)
 
 
-def payers(mesh: Mesh, rank: int, axes: Sequence[str], stages: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that sum with ``rank`` over ``axes``, in rank order; over pp only those of the given stages."""
-    owners = mesh.group(*axes, rank=rank) if axes else (rank,)
-    return tuple(r for r in owners if "pp" not in axes or mesh.coords(r).pp in stages)
+def payers(mesh: Mesh, rank: int, axes: Sequence[str], owners: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that sum with ``rank`` over ``axes``, in rank order; over pp only those at the coordinates ``owners``."""
+    group = mesh.group(*axes, rank=rank) if axes else (rank,)
+    return tuple(r for r in group if "pp" not in axes or mesh.coords(r).pp in owners)

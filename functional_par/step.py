@@ -21,9 +21,10 @@ from functional_par.metrics import Totals, clip_coefficient
 from functional_par.model import init_leaf
 from functional_par.optim import Optimizer
 from functional_par.optim.base import slot_dtype
-from functional_par.pipeline.execute import Executor, Neighbours
-from functional_par.pipeline.old_schedules import make_schedule
-from functional_par.pipeline.stage import Call, stage_calls
+from functional_par.pipeline.buffers import Buffers
+from functional_par.pipeline.execute import Executor
+from functional_par.pipeline.part import Part, check_agreement, lanes, make_part
+from functional_par.pipeline.recording import Recording
 from functional_par.plan import Plan
 from functional_par.random import Key
 from functional_par.reduce import Gradients, buckets, groups
@@ -33,6 +34,7 @@ from functional_par.shards import gather_leaf
 from functional_par.state import State
 from functional_par.tree import unflatten
 from functional_par.vjp import engine as find_engine
+from functional_par.vjp import undifferentiated
 
 Metrics = dict[str, Any]
 
@@ -60,22 +62,18 @@ class Step:
         donate: bool = False,
         dtype: torch.dtype = torch.float32,
         engine: str = "func",
+        poison: bool = False,
     ) -> None:
         check_options(optimizer, dtype, clip, norm)
         self.plan, self.world, self.optimizer = plan, world, optimizer
         self.clip, self.norm, self.donate, self.dtype = clip, norm, donate, dtype
         self.engine = find_engine(engine)
         coords = world.coords
-        self.stage, self.last = coords.pp, coords.pp == len(plan.stages) - 1
-        self.leaves = plan.stage_leaves(self.stage)
+        self.leaves = plan.held(coords.pp)
         self.buckets = buckets(plan, world.rank)
         self.totals = Totals(plan, world.rank, norm)
-        self.actions = make_schedule(plan.schedule, len(plan.stages), plan.microbatches)[self.stage]
-        self.neighbours = Neighbours(
-            world.mesh.rank(**{**coords._asdict(), "pp": self.stage - 1}) if self.stage else None,
-            None if self.last else world.mesh.rank(**{**coords._asdict(), "pp": self.stage + 1}),
-        )
-        self._calls: dict[Any, tuple[Call, ...]] = {}
+        self.receiving = Buffers(world.device, poison)
+        self._parts: dict[Any, Part] = {}
         self._kept: Gradients | None = None
         self.par = self._prepare()
 
@@ -84,6 +82,7 @@ class Step:
         plan, world = self.plan, self.world
         merged = plan.trace().merged
         world.prepare([*(group for axes in merged for group in world.mesh.groups(*axes)), *groups(plan)])
+        world.connect((ring[a], ring[b]) for ring in world.mesh.groups("pp") for a, b in lanes(plan))
         axes = [(axis,) for axis, size in world.mesh.sizes.items() if size > 1 and axis != "pp"]
         return RunPar(
             groups={key: world.group(*key) for key in [*axes, *merged]},
@@ -103,13 +102,14 @@ class Step:
         trainable = {path: leaf for path, leaf in params.items() if self.plan.specs[path].trainable}
         return State(0, seed, params, self.optimizer.init(trainable))
 
-    def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
+    def __call__(self, state: State, batch: Any, recording: Recording | None = None) -> tuple[State, Metrics]:
         """One step.
 
         Args:
             state: from ``init`` or the step before.
             batch: the global batch, the same on every rank: a dict of tensors with all rows in dim 0, or an object with
                 ``size`` and ``rows(start, stop)``, of which each rank reads its own rows.
+            recording: notes when each action ran, and how many activations were live.
 
         Returns:
             The new state, and ``loss`` (mean over the terms of the whole batch), ``grad_norm`` (before clipping),
@@ -124,7 +124,7 @@ class Step:
         share = share_of(self.plan, self.world, batch, self.dtype)
         count = self._count(share)
         moment = Moment(params, state.step, step_key(state.seed, state.step))
-        grads, losses = self._gradients(params, share, count, moment.key)
+        grads, losses = self._gradients(params, share, count, moment.key, recording)
         with self.world.record.during("gradients"):
             apply_maps(self.plan, "local", self.world, moment, grads.leaves)
             grads.pay(self.world)
@@ -140,6 +140,21 @@ class Step:
         for flat in grads.flat if (factor := clip_coefficient(totals.norm, self.clip)) < 1.0 else ():
             flat.mul_(factor)
         return self._update(state, moment, reduced), metrics
+
+    def evaluate(self, state: State, batch: Any, recording: Recording | None = None) -> Metrics:
+        """Loss of a batch, forward only and through the same pipeline: ``loss`` and ``tokens``, the same on every rank. The
+        state is left alone. Random numbers, such as those of dropout, are those of the step that the state would make.
+        """
+        params = self._leaves_of(state)
+        share = share_of(self.plan, self.world, batch, self.dtype)
+        count = self._count(share)
+        par = replace(self.par, key=step_key(state.seed, state.step))
+        losses = self._executor(params, share, par, None, torch.ones(()), recording).run()
+        with self.world.record.during("metrics"):
+            totals = self.totals.of_losses(self.world, losses, self._fingerprint(state, share))
+        totals.check_agreement()
+        totals.check_count(count)
+        return {"loss": totals.loss / max(count, 1), "tokens": count}
 
     def gather(self, state: State) -> dict[str, Any]:
         """All parameters whole, on every rank, as a nested dict; tied names included. Collective: every rank calls it."""
@@ -213,27 +228,40 @@ class Step:
             return int(group.start(AllReduce(), total, donate=True).wait())
 
     def _gradients(
-        self, params: Mapping[str, Tensor], share: Share, count: int, key: Key
+        self,
+        params: Mapping[str, Tensor],
+        share: Share,
+        count: int,
+        key: Key,
+        recording: Recording | None,
     ) -> tuple[Gradients, list[Any]]:
-        par = replace(self.par, key=key)
-        calls = self._stage(share)
         grads = self._buffers()
-        # The loss is the first output of the last call; on other stages there is no loss to scale.
-        dtype = calls[-1].after.leaves[0].dtype if self.last else self.dtype
-        scale = torch.tensor(1.0 / max(count, 1), device=self.world.device, dtype=dtype)
-        executor = Executor(
-            calls,
-            self.world,
-            self.neighbours,
-            self.engine,
-            lambda i: par.with_batch(share.microbatch(i), share.first_row(i)),
-            params,
-            scale,
-            grads,
-        )
-        losses = executor.run(self.actions)
+        scale = torch.tensor(1.0 / max(count, 1), device=self.world.device, dtype=torch.float64)
+        losses = self._executor(params, share, replace(self.par, key=key), grads, scale, recording).run()
         grads.complete(self.plan, self.world.coords)
         return grads, losses
+
+    def _executor(
+        self,
+        params: Mapping[str, Tensor],
+        share: Share,
+        par: RunPar,
+        grads: Gradients | None,
+        scale: Tensor,
+        recording: Recording | None,
+    ) -> Executor:
+        part = self._part(share, grads is not None)
+        return Executor(
+            part,
+            self.world,
+            self.receiving,
+            self.engine if grads is not None else undifferentiated,
+            lambda i: par.with_batch(share.microbatch(i), share.first_row(i)),
+            params,
+            scale.to(part.edges[-1].leaves[0].dtype),
+            grads,
+            recording,
+        )
 
     def _buffers(self) -> Gradients:
         """Where gradients accumulate: always the same memory with ``donate``, else fresh."""
@@ -245,13 +273,16 @@ class Step:
         grads.begin()
         return grads
 
-    def _stage(self, share: Share) -> tuple[Call, ...]:
-        """This stage's calls for microbatches of the share's shapes, traced once a shape."""
+    def _part(self, share: Share, training: bool) -> Part:
+        """What this rank runs for microbatches of the share's shapes, worked out once a shape."""
         shapes = share.shapes()
-        key = tuple(sorted(shapes.items()))
-        if key not in self._calls:
-            self._calls[key] = stage_calls(self.plan, self.plan.trace(shapes, self.dtype), self.stage)
-        return self._calls[key]
+        key = training, *sorted(shapes.items())
+        if key not in self._parts:
+            first = not self._parts
+            self._parts[key] = make_part(self.plan, self.world, shapes, self.dtype, training=training)
+            if first:
+                check_agreement(self._parts[key], self.world)
+        return self._parts[key]
 
     def _update(self, state: State, moment: Moment, grads: Mapping[str, Tensor]) -> State:
         slots = state.flat_opt

@@ -65,6 +65,17 @@ def tape_vjp(f: Function, *primals: Tensor) -> tuple[list[Tensor], list[Tensor],
     return [y.detach() for y in outputs], [a.detach() for a in aux], once
 
 
+def undifferentiated(f: Function, *primals: Tensor) -> tuple[list[Tensor], list[Tensor], Pull]:
+    """The value alone, of which nothing is kept: for evaluation. There is no pullback to run."""
+    with torch.no_grad():
+        outputs, aux = f(*primals)
+    return outputs, aux, _no_pullback
+
+
+def _no_pullback(cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    raise ModelError("this value was computed without a derivative.")
+
+
 _ENGINES: dict[str, Any] = {"func": func_vjp, "tape": tape_vjp}
 
 

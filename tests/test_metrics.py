@@ -30,7 +30,7 @@ def test_every_shard_is_counted_by_one_rank_and_a_tied_leaf_once(mesh):
         for _, path in Totals(plan, rank, 2.0).mine:
             spec = plan.specs[path]
             counted[path, spec.starts(mesh, coords)] += 1
-            assert coords.pp in spec.stages
+            assert coords.pp in spec.owners
     expected = {(path, spec.starts(mesh, coords)) for path, spec in plan.specs.items() for coords in mesh}
     assert counted == Counter(dict.fromkeys(expected, 1))
 

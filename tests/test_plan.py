@@ -29,7 +29,7 @@ def test_a_leaf_tied_over_stages_owes_pp_and_the_data_axes_and_a_norm_the_tp_axi
     assert axes["blocks.0.norm1.weight"] == ("dp", "tp")
     assert axes["blocks.0.attn.q.weight"] == ("dp",)
     assert axes["blocks.0.mlp.down.bias"] == ("dp", "tp")
-    assert plan.specs["embed.weight"].stages == (0, 1)
+    assert plan.specs["embed.weight"].owners == (0, 1)
     assert str(plan.specs["embed.weight"]) == "vocab@tp embed"
 
 

@@ -96,7 +96,7 @@ def test_the_model_of_a_program_is_the_reference_with_its_ties():
 
 def test_no_transforms_are_the_plain_function():
     plan = fp.compose()(odd()).plan(Mesh())
-    assert all(spec.owes == () and spec.stages == (0,) and spec.sharded == () for spec in plan.specs.values())
+    assert all(spec.owes == () and spec.owners == (0,) and spec.sharded == () for spec in plan.specs.values())
     assert plan.model == plan.source
 
 

@@ -46,7 +46,7 @@ def test_the_buckets_of_a_rank_hold_each_of_its_trainable_leaves_once(plan):
     plan = plan_of(*plan)
     for rank, coords in enumerate(plan.mesh):
         held = [path for bucket in buckets(plan, rank) for path in bucket.paths]
-        assert sorted(held) == sorted(path for path in plan.stage_leaves(coords.pp) if plan.specs[path].trainable)
+        assert sorted(held) == sorted(path for path in plan.held(coords.pp) if plan.specs[path].trainable)
         for bucket in buckets(plan, rank):
             assert list(bucket.paths) == sorted(bucket.paths)
             assert rank in bucket.ranks
@@ -85,7 +85,7 @@ def test_a_leaf_is_summed_over_the_ranks_that_hold_the_same_shard_and_differ_alo
                     r
                     for r, there in enumerate(plan.mesh)
                     if all(a in axes or getattr(there, a) == getattr(coords, a) for a in there._fields)
-                    and there.pp in (spec.stages if "pp" in axes else (coords.pp,))
+                    and there.pp in (spec.owners if "pp" in axes else (coords.pp,))
                 )
                 assert set(bucket.axes) == {axis for axis in axes if plan.mesh.sizes[axis] > 1}
 

@@ -70,7 +70,7 @@ def test_a_shard_is_the_slice_of_the_whole_and_padding_is_zero(tp):
     padded[:VOCAB] = whole(False)["embed"]["weight"]
     for rank, coords in enumerate(mesh):
         part = tree.flatten(fp.shard(whole(False), plan, rank))
-        assert tuple(part) == plan.stage_leaves(coords.pp)
+        assert tuple(part) == plan.held(coords.pp)
         if coords.pp == 0:
             assert torch.equal(part["embed.weight"], padded[rows * coords.tp : rows * (coords.tp + 1)])
             assert torch.equal(part["position.weight"], whole(False)["position"]["weight"])
@@ -153,5 +153,5 @@ def test_unshard_needs_every_rank_and_every_leaf():
         fp.unshard(parts[:1], plan)
     for part in parts:
         del part["norm"]
-    with pytest.raises(StateError, match=r"unshard: no shard holds norm.weight, which belongs to stage 0\."):
+    with pytest.raises(StateError, match=r"unshard: no shard holds norm.weight, which belongs to pipeline rank 0\."):
         fp.unshard(parts, plan)

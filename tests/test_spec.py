@@ -76,7 +76,7 @@ def test_shards_tile_the_leaf_and_the_last_are_padded(mesh, vocab, embed):
 def test_payers_are_the_ranks_that_differ_along_the_owed_axes_alone(mesh, axes, tied, data):
     stages = tuple(sorted(data.draw(st.sets(st.integers(0, mesh.pp - 1), min_size=1)))) if tied else (0,)
     owed = [axis for axis in AXES if axis in axes or (axis == "pp" and len(stages) > 1)]
-    leaf = spec(stages=stages, owes=tuple(Debt(axis, "because") for axis in owed))
+    leaf = spec(owners=stages, owes=tuple(Debt(axis, "because") for axis in owed))
     for rank, here in enumerate(mesh):
         if here.pp not in stages:
             continue
@@ -92,7 +92,7 @@ def test_payers_are_the_ranks_that_differ_along_the_owed_axes_alone(mesh, axes, 
 @given(meshes, st.booleans(), st.data())
 def test_every_shard_is_counted_by_exactly_one_rank(mesh, sharded, data):
     stages = tuple(sorted(data.draw(st.sets(st.integers(0, mesh.pp - 1), min_size=1))))
-    leaf = spec(axes=("tp" if sharded else None, None), stages=stages)
+    leaf = spec(axes=("tp" if sharded else None, None), owners=stages)
     counting = [coords for coords in mesh if leaf.counted_by(coords)]
     assert sorted(coords.tp for coords in counting) == list(range(mesh.tp if sharded else 1))
     assert {(c.ep, c.pp, c.dp, c.cp) for c in counting} == {(0, stages[0], 0, 0)}
@@ -103,7 +103,7 @@ def test_nothing_owed_is_paid_alone():
 
 
 def test_a_leaf_that_is_tied_over_three_of_four_stages_is_paid_by_those():
-    leaf = spec(stages=(0, 1, 3), owes=(Debt("pp", "tied"), Debt("dp", "data")))
+    leaf = spec(owners=(0, 1, 3), owes=(Debt("pp", "tied"), Debt("dp", "data")))
     mesh = Mesh(pp=4, dp=2)
     assert [leaf.payers(mesh, rank) for rank in (0, 3, 7)] == [(0, 1, 2, 3, 6, 7)] * 3
     assert [rank for rank, dp in product(range(8), [0]) if leaf.counted_by(mesh.coords(rank))] == [0]

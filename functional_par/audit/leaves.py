@@ -55,14 +55,14 @@ def _of_stages(case: Case, single: Single, ranks: Ranks, path: str) -> Said | No
     plan = case.plan
     spec = plan.specs[path]
     for rank, grads in enumerate(ranks.grads):
-        if len(spec.stages) > 1 and path in grads:
-            own = [layer.name for layer in plan.stage_layers(plan.mesh.coords(rank).pp) if path in layer.paths]
+        if len(spec.owners) > 1 and path in grads:
+            own = [layer.name for layer in plan.layers_on(plan.mesh.coords(rank).pp) if path in layer.paths]
             parts = [single.logs[name].params[path] for name in own if path in single.logs[name].params]
             if not parts or not close(grads[path], cut(plan, spec, torch.stack(parts).sum(0), rank)):
                 return None
-    if len(spec.stages) < 2:
+    if len(spec.owners) < 2:
         return None
-    stages = ", ".join(map(str, spec.stages))
+    stages = ", ".join(map(str, spec.owners))
     text = f"Each of the stages {stages} has the gradient of its own layers alone: the sum is missing."
     return Said("sum missing", text, advice.LEAF, "pp")
 
@@ -70,7 +70,7 @@ def _of_stages(case: Case, single: Single, ranks: Ranks, path: str) -> Said | No
 def _grid(case: Case, ranks: Ranks, path: str) -> Grid:
     """The shards of the first replica on the first stage that holds the leaf; whole leaves are padded away."""
     mesh, spec = case.plan.mesh, case.plan.specs[path]
-    own = [rank for rank in range(mesh.size) if mesh.coords(rank).pp == spec.stages[0]]
+    own = [rank for rank in range(mesh.size) if mesh.coords(rank).pp == spec.owners[0]]
     replica = [rank for rank in own if case.plan.replica(rank) == 0]
     return [[ranks.grads[rank][path] for rank in replica]]
 

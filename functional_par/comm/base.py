@@ -99,21 +99,23 @@ class Record:
     """What one rank communicated: calls and payload bytes by (phase, label, kind).
 
     Payload is the size of the local input. ``kind`` is the op's class name in snake case (``all_reduce``), or
-    ``send`` and ``recv``.
+    ``send`` and ``recv``. ``doing`` says for people what the rank is at, by its ``str``.
     """
 
     calls: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     nbytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     phase: str = ""
+    doing: object = ""
     _last: tuple[str, str, torch.dtype, torch.Size] | None = None
 
     @property
     def last(self) -> str:
-        """The last call, for people."""
+        """The last call, for people, and what the rank was doing."""
         if self._last is None:
             return "nothing yet"
         label, kind, dtype, shape = self._last
-        return f"{kind} over {label} of {str(dtype).removeprefix('torch.')}{list(shape)}"
+        doing = f", during {self.doing}" if self.doing else ""
+        return f"{kind} over {label} of {str(dtype).removeprefix('torch.')}{list(shape)}{doing}"
 
     def add(self, label: str, kind: str, x: Tensor) -> None:
         """Count one call that carries ``x``."""
@@ -169,6 +171,10 @@ class World(ABC):
         """Create groups for these sets of ranks. Every rank of the world calls it with the same sets in the same
         order, also for sets it is not in. A set that exists already is shared. Sets of one rank are allowed."""
 
+    def connect(self, lanes: Iterable[tuple[int, int]]) -> None:
+        """Make ready for messages between pairs (source, target) of ranks. Every rank of the world calls it with the same
+        pairs in the same order. Most backends have nothing to do."""
+
     @abstractmethod
     def subgroup(self, ranks: tuple[int, ...], label: str) -> Group:
         """This rank's view of a set of ranks that contains it; raises CommError if it was never prepared."""
@@ -179,6 +185,23 @@ class World(ABC):
         another arrive in the order of the sends."""
 
     @abstractmethod
-    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, *, label: str = "pp") -> Handle:
+    def recv(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        source: int,
+        *,
+        label: str = "pp",
+        out: Tensor | None = None,
+        what: object = "",
+    ) -> Handle:
         """Start receiving the next tensor from rank ``source``; ``wait`` returns it. A message of another shape or
-        dtype is a MismatchError that names both."""
+        dtype is a MismatchError that names both.
+
+        Args:
+            shape, dtype: of the message.
+            source: the sender.
+            label: for the record.
+            out: contiguous memory of that shape and dtype to receive into; nobody else touches it before ``wait``.
+            what: says by its ``str`` what is received, for a report of a wait that does not end.
+        """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -50,6 +52,22 @@ def check_peer(world: World, peer: int, what: str) -> None:
     """Raise CommError unless ``peer`` is another rank of the world."""
     if peer == world.rank or not 0 <= peer < world.mesh.size:
         raise CommError(f"rank {world.rank}: {what} rank {peer}, but its peers are the other ranks of {world.mesh}.")
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What a rank waits for: costs nothing until somebody has to read it."""
+
+    op: Op | Literal["recv"]
+    label: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    what: object = ""
+
+    def __str__(self) -> str:
+        """``recv over pp of float32[2, 3] (activations of microbatch 0 from stage 0 to stage 1)``."""
+        name = self.op if isinstance(self.op, str) else kind(self.op)
+        return f"{name} over {self.label} of {typed(self.shape, self.dtype)}" + (f" ({self.what})" if self.what else "")
 
 
 def kind(op: Op) -> str:

@@ -21,14 +21,15 @@ class Failure:
     rank: int | None
     error: BaseException
 
-    def for_rank(self, rank: int) -> BaseException:
-        """What another rank raises because of it."""
+    def for_rank(self, rank: int, waited: str = "") -> BaseException:
+        """What another rank raises because of it; ``waited`` says what that rank was waiting for."""
         if isinstance(self.error, DeadlockError):
             return DeadlockError(str(self.error))
         if self.rank is None:
             return RankFailedError(f"rank {rank} stopped because the run was interrupted")
         error = f"{type(self.error).__name__}: {self.error}"
-        return RankFailedError(f"rank {rank} stopped because rank {self.rank} failed: {error}")
+        waited = f" (it was waiting for {waited})" if waited else ""
+        return RankFailedError(f"rank {rank} stopped because rank {self.rank} failed: {error}{waited}")
 
 
 class Gate:
@@ -47,7 +48,7 @@ class _Wait:
     """A rank that sleeps until its bell is released."""
 
     gate: Gate
-    what: str
+    what: object
     bell: threading.Lock
 
 
@@ -86,8 +87,8 @@ class Hub:
                 if (wait := self._waiting.pop(rank, None)) is not None:
                     wait.bell.release()
 
-    def wait(self, rank: int, gate: Gate, what: str) -> None:
-        """Return once the gate is open; ``what`` says for people what is waited for.
+    def wait(self, rank: int, gate: Gate, what: object) -> None:
+        """Return once the gate is open; ``what`` says by its ``str`` what is waited for.
 
         Raises:
             DeadlockError: if it can never open, or did not within the timeout.
@@ -106,7 +107,8 @@ class Hub:
             if not bell.acquire(timeout=self._timeout):
                 with self.lock:
                     self._deadlock(rank, f"after {self._timeout:g} s without progress")
-        self.check(rank)
+            if self._failure is not None:
+                raise self._failure.for_rank(rank, f"{named(gate.missing)} in {what}" if gate.missing else "")
 
     def finish(self, rank: int) -> None:
         """Note that ``rank`` has returned from its main function."""

@@ -50,7 +50,7 @@ class Meeting:
                 self._reduce(op, large)
             self._hub.open(self._arrived)
 
-    def take(self, rank: int, index: int, what: str) -> Tensor:
+    def take(self, rank: int, index: int, what: object) -> Tensor:
         """The result of the group's rank ``index``, once all inputs are there."""
         self._hub.wait(rank, self._arrived, what)
         assert self._first is not None
@@ -88,6 +88,7 @@ class Message:
         self._sent = Gate((source,))
         self._x: Any = None
         self._expected: tuple[tuple[int, ...], torch.dtype] | None = None
+        self._out: Tensor | None = None
 
     def offer(self, x: Tensor) -> None:
         """The sender's part; raises MismatchError if the receiver expects something else."""
@@ -97,16 +98,16 @@ class Message:
             self._check()
         self._hub.open(self._sent)
 
-    def expect(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def expect(self, shape: tuple[int, ...], dtype: torch.dtype, out: Tensor | None = None) -> None:
         """The receiver's part; raises MismatchError if something else was sent."""
         with self._hub.lock:
-            self._expected = shape, dtype
+            self._expected, self._out = (shape, dtype), out
             self._check()
 
-    def take(self, rank: int, index: int, what: str) -> Tensor:
+    def take(self, rank: int, index: int, what: object) -> Tensor:
         """A copy of what was sent, once it is there."""
         self._hub.wait(rank, self._sent, what)
-        return self._x.clone()
+        return self._x.clone() if self._out is None else self._out.copy_(self._x)
 
     def _check(self) -> None:
         if self._x is None or self._expected is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from functional_par.comm import wire
 from functional_par.comm.base import Group, Handle, Op, Record, World
-from functional_par.comm.checks import check_member, check_peer, check_set, kind, standing_sets, typed
+from functional_par.comm.checks import Awaited, check_member, check_peer, check_set, kind, named, standing_sets, typed
 from functional_par.comm.outbox import Outbox
 from functional_par.comm.solo import Done, SoloGroup
 from functional_par.comm.standing import Standing
@@ -50,6 +50,9 @@ class ProcessWorld(World):
         self._create(sets)
         self._open_lanes(lane for ranks in sets if len(ranks) == 2 for lane in (ranks, ranks[::-1]))
 
+    def connect(self, lanes: Iterable[tuple[int, int]]) -> None:
+        self._open_lanes(lanes)
+
     def subgroup(self, ranks: tuple[int, ...], label: str) -> Group:
         check_member(self, ranks, label, self._groups)
         return SoloGroup(self.rank, label) if len(ranks) == 1 else ProcessGroup(self, ranks, label)
@@ -62,10 +65,19 @@ class ProcessWorld(World):
         self._outbox.add(dist.isend(x, to, group, _tag(place)), x)
         return Done(x)
 
-    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, *, label: str = "pp") -> Handle:
+    def recv(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        source: int,
+        *,
+        label: str = "pp",
+        out: Tensor | None = None,
+        what: object = "",
+    ) -> Handle:
         check_peer(self, source, "recv from")
         group, key, place = self._lane(source, self.rank)
-        x = torch.empty(shape, dtype=dtype, device=self.device)
+        x = torch.empty(shape, dtype=dtype, device=self.device) if out is None else out
         self.record.add(label, "recv", x)
         unwritten = wire.mark_end(x)
         work = dist.irecv(x, source, group, _tag(place))
@@ -78,14 +90,18 @@ class ProcessWorld(World):
                 )
             return x
 
-        return _Running(self, [work], finish, _Call("recv", label, x, key, place, (source,)))
+        return _Running(
+            self, [work], finish, _Call(Awaited("recv", label, x.shape, x.dtype, what), key, place, (source,))
+        )
 
     def start(self, group: ProcessGroup, op: Op, x: Tensor, donate: bool) -> Handle:
         """Start ``op`` on one of this world's groups."""
         view = wire.Wire(self._groups[group.ranks], group.ranks, group.index, self.backend)
         place = self._place(group.key)
         works, finish = wire.start(view, op, x.detach(), donate, _tag(place) + 1)
-        return _Running(self, works, finish, _Call(op, group.label, x, group.key, place, group.ranks))
+        return _Running(
+            self, works, finish, _Call(Awaited(op, group.label, x.shape, x.dtype), group.key, place, group.ranks)
+        )
 
     def standing(self) -> Standing | None:
         """What this rank waits for, for the others to read; None while it computes."""
@@ -151,20 +167,16 @@ class ProcessGroup(Group):
 class _Call:
     """What a handle waits for, kept so that it costs nothing until somebody has to read it."""
 
-    def __init__(
-        self, op: Op | Literal["recv"], label: str, x: Tensor, key: str, place: int, peers: tuple[int, ...]
-    ) -> None:
-        self._op, self._label, self._shape, self._dtype = op, label, x.shape, x.dtype
-        self._key, self._place, self._peers = key, place, peers
+    def __init__(self, awaited: Awaited, key: str, place: int, peers: tuple[int, ...]) -> None:
+        self._awaited, self._key, self._place, self.peers = awaited, key, place, peers
 
     def __str__(self) -> str:
-        name = self._op if isinstance(self._op, str) else kind(self._op)
-        return f"{name} over {self._label} of {typed(self._shape, self._dtype)}"
+        return str(self._awaited)
 
     def standing(self, last: str, started: dict[str, int]) -> Standing:
         """For the other ranks to read."""
-        what = f"{self._op} of {typed(self._shape, self._dtype)}"
-        return Standing(last, str(self), what, self._key, self._place, self._peers, started)
+        what = f"{self._awaited.op} of {typed(self._awaited.shape, self._awaited.dtype)}"
+        return Standing(last, str(self), what, self._key, self._place, self.peers, started)
 
 
 class _Running:
@@ -181,7 +193,10 @@ class _Running:
                 for work in self._works:
                     work.wait()
             except RuntimeError as error:
-                raise CommError(f"rank {self._world.rank}: {self._call} did not complete: {error}") from error
+                doing = f", during {self._world.record.doing}" if self._world.record.doing else ""
+                raise CommError(
+                    f"rank {self._world.rank}: {self._call} with {named(self._call.peers)} did not complete{doing}: {error}"
+                ) from error
             finally:
                 self._world.waits = None
             self._value = self._finish()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from functional_par.comm.base import Group, Handle, Op, World
-from functional_par.comm.checks import check_member, check_peer, check_set, kind, standing_sets
+from functional_par.comm.checks import Awaited, check_member, check_peer, check_set, kind, standing_sets
 from functional_par.comm.hub import Hub
 from functional_par.comm.meeting import Meeting, Message
 from functional_par.comm.solo import Done, SoloGroup
@@ -80,12 +80,21 @@ class ThreadWorld(World):
         self._message(self.rank, to).offer(x.detach())
         return Done(x)
 
-    def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int, *, label: str = "pp") -> Handle:
+    def recv(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        source: int,
+        *,
+        label: str = "pp",
+        out: Tensor | None = None,
+        what: object = "",
+    ) -> Handle:
         check_peer(self, source, "recv from")
         self.record.add(label, "recv", torch.empty(shape, dtype=dtype, device="meta"))
         message = self._message(source, self.rank)
-        message.expect(tuple(shape), dtype)
-        return _Pending(self.rank, message, self.record.last)
+        message.expect(tuple(shape), dtype, out)
+        return _Pending(self.rank, message, Awaited("recv", label, shape, dtype, what))
 
     def _message(self, source: int, to: int) -> Message:
         self._hub.check(self.rank)
@@ -123,7 +132,7 @@ class ThreadGroup(Group):
 class _Pending:
     """A result that may not be there yet."""
 
-    def __init__(self, rank: int, source: Meeting | Message, call: str, index: int = 0) -> None:
+    def __init__(self, rank: int, source: Meeting | Message, call: object, index: int = 0) -> None:
         self._rank, self._source, self._call, self._index = rank, source, call, index
         self._value: Tensor | None = None
 

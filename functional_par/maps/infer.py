@@ -30,7 +30,7 @@ class Mapped:
 
     Attributes:
         specs: with the payer of each debt that a map pays.
-        groups: (axes, stages) of the collectives of all maps.
+        groups: (axes, owners) of the collectives of all maps.
     """
 
     specs: Mapping[str, Spec]
@@ -52,7 +52,7 @@ def infer(maps: Sequence[GradientMap], specs: Mapping[str, Spec], mesh: Mesh) ->
             used = _follow_once(each, done[path], mesh, known)
             debts = [replace(debt, payer=each.name) if debt.axis in used.paid else debt for debt in done[path].owes]
             done[path] = replace(done[path], owes=tuple(debts))
-            groups |= {(axes, spec.stages) for axes in used.axes}
+            groups |= {(axes, spec.owners) for axes in used.axes}
     return Mapped(done, frozenset(groups))
 
 

@@ -47,7 +47,7 @@ class Leaf(ABC):
 
     @abstractmethod
     def psum(self, x: Tensor, *axes: str) -> Tensor:
-        """Sum over the ranks of the axes; over ``"pp"``, over the stages that own the leaf. ``partial -> whole``.
+        """Sum over the ranks of the axes; over ``"pp"``, over the ranks that own the leaf. ``partial -> whole``.
 
         Without axes ``x`` itself, so that ``leaf.psum(x, *leaf.owes)`` always means the whole gradient.
         """
@@ -124,7 +124,7 @@ class RunLeaf(Leaf):
         return by(x)
 
     def _start(self, op: Op, x: Tensor, axes: tuple[str, ...]) -> Tensor:
-        ranks = payers(self.world.mesh, self.world.rank, axes, self.spec.stages)
+        ranks = payers(self.world.mesh, self.world.rank, axes, self.spec.owners)
         return x if len(ranks) == 1 else self.world.subgroup(ranks, "+".join(axes)).start(op, x).wait()
 
 

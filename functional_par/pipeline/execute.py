@@ -2,103 +2,214 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from functional_par.comm.base import Handle, World
-from functional_par.pipeline.old_schedules import Action
-from functional_par.pipeline.stage import Accumulator, Back, Call
+from functional_par.errors import ScheduleError
+from functional_par.pipeline.buffers import Buffers
+from functional_par.pipeline.messages import Message, Task
+from functional_par.pipeline.part import Chunk, Part
+from functional_par.pipeline.recording import Recording
+from functional_par.pipeline.routes import BATCH
+from functional_par.pipeline.schedule import Action
+from functional_par.pipeline.stage import Accumulator, Back, Pair
 from functional_par.run_par import RunPar
 from functional_par.vjp import Engine
 
+Key = tuple[int, int]
+"""A stage and a microbatch."""
 
-@dataclass(frozen=True)
-class Neighbours:
-    """World ranks of the stages before and after this one; None at the ends."""
 
-    before: int | None
-    after: int | None
+@dataclass
+class Live:
+    """What is kept of one microbatch on one stage between its actions.
+
+    Attributes:
+        backs: the backwards of the layers that have not run.
+        later: weight gradients that wait for the action W.
+        buffers: received memory to give back at the end.
+    """
+
+    backs: list[Back] = field(default_factory=list)
+    later: list[Pair] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
 
 
 class Executor:
-    """Executes actions in order. Messages between two stages are FIFO in the order of the microbatches, which both ends
-    read off the same schedule, so nothing but the tensors is sent.
+    """Executes tasks in order, for one step.
 
     Args:
-        calls: this stage's layers.
+        part: what to run.
         world: for messages between stages.
-        neighbours: the adjacent stages.
+        buffers: memory for what is received, the same in every step.
         engine: the differentiation engine.
         par: microbatch index to the ``par`` of that microbatch.
         leaves: this rank's parameters.
         scale: cotangent of the loss sum, used on the last stage.
-        gradients: receives the gradients of one layer for one microbatch.
+        gradients: receives the gradients; None runs forward alone, and keeps nothing.
+        recording: notes when each action ran.
     """
 
     def __init__(
         self,
-        calls: Sequence[Call],
+        part: Part,
         world: World,
-        neighbours: Neighbours,
+        buffers: Buffers,
         engine: Engine,
         par: Callable[[int], RunPar],
         leaves: Mapping[str, Tensor],
         scale: Tensor,
-        gradients: Accumulator,
+        gradients: Accumulator | None,
+        recording: Recording | None = None,
     ) -> None:
-        self.calls, self.world, self.neighbours, self.engine = calls, world, neighbours, engine
+        self.part, self.world, self.buffers, self.engine = part, world, buffers, engine
         self.par, self.leaves, self.scale, self.gradients = par, leaves, scale, gradients
-        self.pulls: dict[int, list[Back]] = {}
-        self.sends: list[Handle] = []
-        self.losses: list[tuple[Tensor, Tensor]] = []
+        self.recording = Recording() if recording is None else recording
+        self.live: dict[Key, Live] = {}
+        self.losses: dict[int, tuple[Tensor, Tensor]] = {}
+        self._posted: dict[Message, list[Handle]] = {}
+        self._held: dict[Message, list[Tensor]] = {}
+        self._outputs: dict[Key, list[Tensor]] = {}
 
-    def run(self, actions: Sequence[Action]) -> list[tuple[Tensor, Tensor]]:
-        """Run all actions; returns (loss sum, count) of each microbatch, in order, on the last stage."""
-        steps: dict[str, Any] = {"F": self.forward, "B": self.backward}
-        for action in actions:
-            steps[action.kind](action.microbatch)
-        for handle in self.sends:
-            handle.wait()
-        return self.losses
+    def run(self) -> list[tuple[Tensor, Tensor]]:
+        """Run all tasks; returns (loss sum, count) of each microbatch, in order, on the rank of the last stage."""
+        steps = {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weights}
+        record = self.world.record
+        try:
+            for task in self.part.tasks:
+                record.doing = _Doing(task.action)
+                for message in task.posts:
+                    self._posted[message] = self._receive(message)
+                taken = {message: self._take(message) for message in task.takes}
+                with record.during("forward" if task.action.kind == "F" else "backward"), self._span(task.action):
+                    steps[task.action.kind](task, taken)
+        finally:
+            record.doing = ""
+        return [self.losses[microbatch] for microbatch in sorted(self.losses)]
 
-    def forward(self, microbatch: int) -> None:
-        """Forward of one microbatch; keeps one pullback a layer."""
-        with self.world.record.during("forward"):
-            par = self.par(microbatch)
-            x = self._input(par)
-            pulls = self.pulls[microbatch] = []
-            for call in self.calls:
-                x, pull = call.forward(self.engine, self.leaves, x, par)
-                pulls.append(pull)
-            if self.neighbours.after is None:
-                self.losses.append((x[0], x[1]))
+    def forward(self, task: Task, taken: Mapping[Message, list[Tensor]]) -> None:
+        """Forward of one microbatch; keeps one backward a layer."""
+        stage, microbatch = task.action.stage, task.action.microbatch
+        chunk, par = self.part.chunks[stage], self.par(microbatch)
+        live = Live()
+        if self.gradients is not None:
+            self.live[stage, microbatch] = live
+            self.recording.count(len(self.live))
+        x = self._inputs(stage, chunk, par, taken, live)
+        for call in chunk.calls:
+            x, back = call.forward(self.engine, self.leaves, x, par)
+            live.backs.append(back)
+        if stage == self.part.last:
+            self.losses[microbatch] = x[0], x[1]
+        for message in task.sends:
+            self._send(message, [x[place] for _, place, _ in self.part.places(message)])
+        if self.gradients is None:
+            self._finish(live)
+
+    def backward(self, task: Task, taken: Mapping[Message, list[Tensor]]) -> None:
+        """Backward of one microbatch: the layers in reverse, each dropped as soon as it has run."""
+        stage, microbatch = task.action.stage, task.action.microbatch
+        chunk, live = self.part.chunks[stage], self.live[stage, microbatch]
+        cotangents = self._cotangents(stage, chunk, taken, live)
+        whole = task.action.kind == "B"
+        while live.backs:
+            cotangents = live.backs.pop()(cotangents, self._gradients(), None if whole else live.later)
+        where = [place for place, grad in enumerate(chunk.before.differentiable) if grad]
+        by_place = dict(zip(where, cotangents, strict=True))
+        for message in task.sends:
+            self._send(message, [by_place[place] for _, _, place in self.part.places(message)])
+        if whole:
+            self._finish(self.live.pop((stage, microbatch)))
+
+    def weights(self, task: Task, taken: Mapping[Message, list[Tensor]]) -> None:
+        """The weight gradients that an input-backward has left for later."""
+        live = self.live.pop((task.action.stage, task.action.microbatch))
+        for pair in live.later:
+            pair.add_to(self._gradients())
+        self._finish(live)
+
+    def _inputs(
+        self, stage: int, chunk: Chunk, par: RunPar, taken: Mapping[Message, list[Tensor]], live: Live
+    ) -> list[Tensor]:
+        """The leaves of a stage's input: fields of the batch, what other stages sent, stand-ins for what it does not read."""
+        fields = pytree.tree_leaves(dict(par.batch))
+        arrived: dict[int, Tensor] = {}
+        for message, tensors in taken.items():
+            places = [place for _, _, place in self.part.places(message)]
+            arrived |= dict(zip(places, tensors, strict=True))
+            if not message.local:
+                live.buffers += tensors
+        x = []
+        for place, (origin, leaf) in enumerate(zip(self.part.routes.inputs[stage], chunk.before.leaves, strict=True)):
+            if origin is None:
+                x.append(self.buffers.stand_in(leaf))
             else:
-                self.sends += [self.world.send(leaf, self.neighbours.after) for leaf in x]
+                x.append(fields[origin.place] if origin.stage == BATCH else arrived[place])
+        return x
 
-    def backward(self, microbatch: int) -> None:
-        """Backward of one microbatch: the pullbacks in reverse, each dropped as soon as it has run."""
-        with self.world.record.during("backward"):
-            cotangents = self._cotangents()
-            pulls = self.pulls.pop(microbatch)
-            for _ in self.calls:
-                cotangents = pulls.pop()(cotangents, self.gradients, None)
-            if self.neighbours.before is not None:
-                self.sends += [self.world.send(ct, self.neighbours.before) for ct in cotangents]
-
-    def _input(self, par: RunPar) -> list[Tensor]:
-        if self.neighbours.before is None:
-            return pytree.tree_leaves(dict(par.batch))
-        handles = [self.world.recv(a.shape, a.dtype, self.neighbours.before) for a in self.calls[0].before.leaves]
-        return [handle.wait() for handle in handles]
-
-    def _cotangents(self) -> list[Tensor]:
-        if self.neighbours.after is None:
+    def _cotangents(self, stage: int, chunk: Chunk, taken: Mapping[Message, list[Tensor]], live: Live) -> list[Tensor]:
+        """A cotangent for each differentiable output; zeros where no later stage reads it."""
+        if stage == self.part.last:
             return [self.scale]
-        edge = self.calls[-1].after
-        expected = [leaf for leaf, grad in zip(edge.leaves, edge.differentiable, strict=True) if grad]
-        handles = [self.world.recv(a.shape, a.dtype, self.neighbours.after) for a in expected]
-        return [handle.wait() for handle in handles]
+        found: dict[int, Tensor] = {}
+        for message, tensors in taken.items():
+            for (_, place, _), ct in zip(self.part.places(message), tensors, strict=True):
+                found[place] = found[place] + ct if place in found else ct
+            if not message.local:
+                live.buffers += tensors
+        return [
+            found[place] if place in found else torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.world.device)
+            for place, (leaf, grad) in enumerate(zip(chunk.after.leaves, chunk.after.differentiable, strict=True))
+            if grad
+        ]
+
+    def _receive(self, message: Message) -> list[Handle]:
+        source = self.part.target[message.source]
+        with self.world.record.during("forward" if message.forward else "backward"):
+            return [
+                self.world.recv(leaf.shape, leaf.dtype, source, out=self.buffers.take(leaf), what=message)
+                for leaf in self.part.carried(message)
+            ]
+
+    def _take(self, message: Message) -> list[Tensor]:
+        if message.local:
+            return self._held.pop(message)
+        return [handle.wait() for handle in self._posted.pop(message)]
+
+    def _send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        owned = [self.buffers.owned(x) for x in tensors]
+        if message.local:
+            self._held[message] = owned
+            return
+        for x in owned:
+            self.world.send(x, self.part.target[message.target])
+
+    def _gradients(self) -> Accumulator:
+        if self.gradients is None:
+            raise ScheduleError("a schedule with backwards was given where nothing takes the gradients.")
+        return self.gradients
+
+    def _finish(self, live: Live) -> None:
+        self.buffers.give_back(live.buffers)
+
+    @contextmanager
+    def _span(self, action: Action) -> Iterator[None]:
+        start = self.recording.now(self.world.device)
+        yield
+        self.recording.add(action, start, self.recording.now(self.world.device))
+
+
+@dataclass(frozen=True)
+class _Doing:
+    """An action in words, when somebody asks."""
+
+    action: Action
+
+    def __str__(self) -> str:
+        return self.action.words

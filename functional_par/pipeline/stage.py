@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from functional_par.errors import ModelError
 from functional_par.model import LOSS, Layer
+from functional_par.pipeline.routes import routes
 from functional_par.plan import Plan
 from functional_par.run_par import RunPar
 from functional_par.trace import Abstract, Trace
@@ -31,6 +32,10 @@ class Edge:
         """The edge of a traced value."""
         leaves, structure = pytree.tree_flatten(value)
         return cls(tuple(leaves), structure, tuple(leaf.value.grad for leaf in leaves))
+
+    def without(self, places: frozenset[int]) -> Edge:
+        """The same, in which no cotangent goes through some of the leaves."""
+        return replace(self, differentiable=tuple(d and i not in places for i, d in enumerate(self.differentiable)))
 
 
 class Accumulator(Protocol):
@@ -126,14 +131,19 @@ def stage_calls(plan: Plan, traced: Trace, stage: int) -> tuple[Call, ...]:
         ModelError: for microbatches of this shape and dtype gradients owe something else than the plan says.
     """
     _check_debts(plan, traced)
-    calls = []
-    before = Edge.of(dict(traced.batch))
+    calls: list[Call] = []
+    before, idle = Edge.of(dict(traced.batch)), frozenset[int]()
     for layer in plan.model.all_layers:
-        after = _loss_edge(traced) if layer.name == LOSS else Edge.of(traced.layers[layer.name].output)
+        entry = traced.layers[layer.name]
+        after = loss_edge(traced) if layer.name == LOSS else Edge.of(entry.output)
         if plan.stage_of[layer.name] == stage:
+            if not calls:
+                idle = frozenset(i for i, origin in enumerate(routes(plan, traced).inputs[stage]) if origin is None)
+            through = frozenset(j for j, i in enumerate(entry.passed) if i in idle)
             trainable = tuple(path for path in layer.paths if plan.specs[path].trainable)
             frozen = tuple(path for path in layer.paths if not plan.specs[path].trainable)
-            calls.append(Call(layer, trainable, frozen, before, after))
+            calls.append(Call(layer, trainable, frozen, before.without(idle), after.without(through)))
+            idle = through
         before = after
     return tuple(calls)
 
@@ -151,7 +161,7 @@ def _check_debts(plan: Plan, traced: Trace) -> None:
             )
 
 
-def _loss_edge(traced: Trace) -> Edge:
+def loss_edge(traced: Trace) -> Edge:
     """Of the pair (sum, count) only the sum is differentiated."""
     total, count = traced.layers[LOSS].output
     if not isinstance(count, Abstract):

@@ -9,6 +9,7 @@ from math import prod
 
 from functional_par.plan import Plan
 from functional_par.reduce import Bucket, buckets
+from functional_par.report.memory import held_by
 from functional_par.spec import Debt, Spec
 
 BYTES = 4
@@ -37,7 +38,7 @@ def explain(plan: Plan) -> Explanation:
 
 def _header(plan: Plan) -> str:
     parameters = sum(prod(spec.shape) for spec in plan.specs.values())
-    most = max(_held(plan, stage) for stage in range(len(plan.stages)))
+    most = max(held_by(plan, pp) for pp in range(plan.mesh.pp))
     lines = [
         f"{plan.mesh}: {plan.mesh.size} rank{'s' if plan.mesh.size > 1 else ''}, "
         f"{parameters:,} parameters, at most {most:,} a rank"
@@ -60,7 +61,7 @@ def _header(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _held(plan: Plan, stage: int) -> int:
+def _read(plan: Plan, stage: int) -> int:
     return sum(prod(plan.specs[path].local_shape(plan.mesh)) for path in plan.stage_leaves(stage))
 
 
@@ -69,23 +70,23 @@ def _stages(plan: Plan) -> str:
     rows = [("stage", "layers", "parameters a rank", "work", "ranks")]
     for stage, names in enumerate(plan.stages):
         work = sum(cost for name, cost in plan.costs.items() if plan.stage_of[name] == stage)
-        members = [rank for rank in range(plan.mesh.size) if plan.mesh.coords(rank).pp == stage]
+        members = [rank for rank in range(plan.mesh.size) if plan.mesh.coords(rank).pp == plan.placement[stage]]
         rows.append(
-            (str(stage), collapse(names), f"{_held(plan, stage):,}", f"{100 * work / total:.0f}%", ranges(members))
+            (str(stage), collapse(names), f"{_read(plan, stage):,}", f"{100 * work / total:.0f}%", ranges(members))
         )
     return table(rows)
 
 
 def _leaves(plan: Plan) -> str:
     notes: dict[str, int] = {}
-    owed = [bucket for stage in range(len(plan.stages)) for bucket in _stage_buckets(plan, stage)]
+    owed = [bucket for pp in range(plan.mesh.pp) for bucket in buckets(plan, plan.mesh.rank(pp=pp))]
     labels = {path: bucket.label for bucket in owed for path in bucket.paths}
     rows: dict[tuple[str, ...], list[str]] = {}
     for path, spec in plan.specs.items():
         columns = (
             str(spec),
             " ".join(map(str, spec.local_shape(plan.mesh))),
-            " ".join(map(str, spec.stages)),
+            " ".join(map(str, plan.readers[path])),
             " ".join(_owed(plan, spec, notes)) or ("nothing" if spec.trainable else "frozen"),
             "; ".join([*_own_payers(plan, spec), *_collective(plan, spec, labels.get(path, ""))]) or "-",
         )
@@ -94,10 +95,6 @@ def _leaves(plan: Plan) -> str:
     body = [(name, *columns) for columns, paths in rows.items() for name in braces(paths)]
     why = "\n".join(f"[{number}] {note}" for note, number in notes.items())
     return table([head, *body]) + ("\n\n" + why if why else "")
-
-
-def _stage_buckets(plan: Plan, stage: int) -> tuple[Bucket, ...]:
-    return buckets(plan, plan.mesh.rank(pp=stage))
 
 
 def _owed(plan: Plan, spec: Spec, notes: dict[str, int]) -> Iterable[str]:

@@ -26,7 +26,7 @@ def check_memory(plan: Plan, dtype: torch.dtype, backend: str, available: int | 
     if available is None or backend == "nccl":
         return
     each = dtype.itemsize + torch.promote_types(dtype, torch.float32).itemsize
-    held = [held_by_stage(plan, stage) for stage in range(len(plan.stages))]
+    held = [held_by(plan, pp) for pp in range(plan.mesh.pp)]
     if backend == "threads":
         ranks, numbers = plan.mesh.size, sum(held) * (plan.mesh.size // len(held))
     else:
@@ -39,9 +39,9 @@ def check_memory(plan: Plan, dtype: torch.dtype, backend: str, available: int | 
         )
 
 
-def held_by_stage(plan: Plan, stage: int) -> int:
-    """Elements of the parameters that each rank of a stage holds."""
-    return sum(prod(plan.specs[path].local_shape(plan.mesh)) for path in plan.stage_leaves(stage))
+def held_by(plan: Plan, pp: int) -> int:
+    """Elements of the parameters that each rank at a pp coordinate holds."""
+    return sum(prod(plan.specs[path].local_shape(plan.mesh)) for path in plan.held(pp))
 
 
 def physical_memory() -> int | None:

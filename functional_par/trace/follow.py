@@ -53,6 +53,7 @@ class Typing(TorchDispatchMode):
 
     Attributes:
         uses: where leaves met data.
+        touched: identities of the tensors that anything was asked of.
         work: floating-point operations of the forward, about.
         backward: true while the backward of the layer is followed, where a result varies over the union of its inputs
             and nothing is refused.
@@ -67,6 +68,7 @@ class Typing(TorchDispatchMode):
         self.kept: dict[int, Tensor] = {}
         self.twins: dict[int, tuple[Tensor, Tensor]] = {}
         self.uses: list[Use] = []
+        self.touched: set[int] = set()
         self.work = 0
         self.backward = False
         self.refusal: ParallelError | None = None
@@ -97,6 +99,7 @@ class Typing(TorchDispatchMode):
     def value(self, x: Tensor) -> Value:
         """What is known of a tensor; a tensor of another device, which the layer closes over, is a constant."""
         x = self._twin(x)
+        self.touched.add(id(x))
         known = self.values.get(x)
         if known is None:
             known = self._introduce(x)

@@ -60,11 +60,21 @@ from functional_par.trace.values import Abstract, Axes, Source, Use, Value, name
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """What one layer does: its output, the uses of its leaves, and the work of its forward."""
+    """What one layer does.
+
+    Attributes:
+        output: what it returns, as abstract leaves.
+        uses: of its leaves.
+        work: floating-point operations of its forward, about.
+        passed: for each leaf of the output the leaf of the input that it is, untouched, or None for a new value.
+        touched: the leaves of the input that it computes with; the others it hands on or drops.
+    """
 
     output: Any
     uses: tuple[Use, ...]
     work: int
+    passed: tuple[int | None, ...] = ()
+    touched: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -171,7 +181,9 @@ class _Tracer:
         par = TracePar(typing, self.setting, MappingProxyType(batch))
         output = follow_call(layer, typing, self.setting, lambda: layer.fn(chosen, x, par))
         flat = pytree.tree_leaves(check_output(layer, output))
+        touched = typing.touched.copy()
         entry = LayerTrace(pytree.tree_map(typing.abstract, output), tuple(dict.fromkeys(typing.uses)), typing.work)
+        entry = replace(entry, **_flow(inputs[len(layer.paths) :], flat, touched))
         carriers = {i: at for at, i in enumerate(i for i, slot in enumerate(slots) if slot.value.grad)}
         backward = Backward(typing, [(_input_name(layer, i), inputs[i]) for i in carriers], location(layer))
         outputs = [(y, _owed(typing.value(y).sources, carriers)) for y in flat if isinstance(y, Tensor)]
@@ -200,7 +212,16 @@ def _fill(entry: LayerTrace, name: str, actual: list[frozenset[Source]]) -> Laye
         return replace(leaf, value=replace(leaf.value, sources=sources))
 
     uses = tuple(Use(s, name, use.place) for use in entry.uses for s in real(use.source))
-    return LayerTrace(pytree.tree_map(fill, entry.output), uses, entry.work)
+    return replace(entry, output=pytree.tree_map(fill, entry.output), uses=uses)
+
+
+def _flow(inputs: list[Tensor], outputs: list[Any], touched: set[int]) -> dict[str, Any]:
+    """Which inputs come out as they are, and which are computed with."""
+    places = {id(x): i for i, x in enumerate(inputs)}
+    return {
+        "passed": tuple(places.get(id(y)) for y in outputs),
+        "touched": frozenset(i for x, i in places.items() if x in touched),
+    }
 
 
 def _input_name(layer: Layer, index: int) -> str:

@@ -58,11 +58,12 @@ class Tie(Transform):
             for rank in ranks or ():
                 coords = plan.mesh.coords(rank)
                 replicas.setdefault(tuple(getattr(coords, axis) for axis in DATA_AXES), rank)
-                stages = {plan.stage_of[layer.name] for layer in plan.source.all_layers if name in layer.paths}
-                if coords.pp not in stages:
+                reads = {plan.stage_of[layer.name] for layer in plan.source.all_layers if name in layer.paths}
+                if coords.pp not in {plan.placement[stage] for stage in reads}:
                     raise CompositionError(
-                        f"tie: {name} is named on rank {rank}, which is on stage {coords.pp} of {plan.mesh}, but it is read "
-                        f"on stage {', '.join(map(str, sorted(stages)))}. Name ranks of that stage, or leave ranks out."
+                        f"tie: {name} is named on rank {rank}, which runs stage "
+                        f"{', '.join(map(str, plan.stages_on(coords.pp)))} of {plan.mesh}, but it is read on stage "
+                        f"{', '.join(map(str, sorted(reads)))}. Name ranks of that stage, or leave ranks out."
                     )
         if len(replicas) > 1:
             a, b = list(replicas.values())[:2]

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from functional_par.comm.base import AllReduce
+from functional_par.comm.base import AllReduce, Record
+from functional_par.comm.checks import Awaited
 from functional_par.comm.process import ProcessWorld, _Call, _Running
 from functional_par.errors import CommError
 
@@ -19,10 +20,13 @@ class Broken:
 
 
 def test_a_collective_that_does_not_complete_names_the_rank_the_call_and_the_cause():
-    world = SimpleNamespace(rank=3, waits=None)
-    call = _Call(AllReduce(), "dp+tp", torch.zeros(2, 5), "2,3", 0, (2, 3))
+    world = SimpleNamespace(rank=3, waits=None, record=Record(doing="backward of microbatch 1 on stage 0"))
+    call = _Call(Awaited(AllReduce(), "dp+tp", (2, 5), torch.float32), "2,3", 0, (2, 3))
     running = _Running(world, [Broken()], lambda: torch.zeros(2, 5), call)
-    message = "rank 3: all_reduce over dp+tp of float32[2, 5] did not complete: Connection closed by peer"
+    message = (
+        "rank 3: all_reduce over dp+tp of float32[2, 5] with ranks 2, 3 did not complete, during backward of microbatch 1 on "
+        "stage 0: Connection closed by peer"
+    )
     with pytest.raises(CommError, match=re.escape(message)):
         running.wait()
     assert world.waits is None

@@ -33,7 +33,7 @@ def test_a_program_has_the_layout_of_the_file():
     plan = given.program().plan(given.mesh())
     assert (plan.schedule, plan.microbatches, plan.mode.value, plan.async_comm) == ("afab", 2, "REDUCE_SCATTER", True)
     assert [len(names) for names in plan.stages] == [1, 3]
-    assert plan.specs["embed.weight"].stages == (0, 1)
+    assert plan.specs["embed.weight"].owners == (0, 1)
 
 
 def test_an_untied_head_stays_a_leaf_of_its_own():
@@ -89,3 +89,51 @@ def test_a_missing_or_empty_text_is_told(tmp_path):
         config(data={"text": str(tmp_path / "nowhere.txt")}).corpus()
     with pytest.raises(fp.DataError, match="is empty"):
         config(data={"text": str(tmp_path / "empty.txt")}).corpus()
+
+
+@pytest.mark.parametrize(
+    ("given", "engine"),
+    [
+        ("Interleaved1F1B", "interleaved"),
+        ("GPipe", "afab"),
+        ("zb_h1", "zb-h1"),
+        ("ZBVZeroBubble", "zbv"),
+        ("one.csv", "one.csv"),
+        (None, None),
+    ],
+)
+def test_a_schedule_has_the_names_that_people_know_it_by(given, engine):
+    assert config(parallelism={"pp": 2, "pp_engine": given}).sections.parallelism.pp_engine == engine
+
+
+def test_stages_on_each_rank_reach_the_plan():
+    parallelism = {"pp": 2, "pp_engine": "interleaved", "pp_chunks": 2, "stage_layers": [1, 1, 1, 1]}
+    given = config(parallelism=parallelism)
+    plan = given.program().plan(given.mesh())
+    assert (len(plan.stages), plan.schedule) == (4, "interleaved")
+
+
+def test_a_schedule_may_be_a_file(tmp_path):
+    (tmp_path / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    given = config(parallelism={"pp": 2, "pp_engine": str(tmp_path / "mine.csv")})
+    assert len(given.program().plan(given.mesh()).stages) == 2
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "message"),
+    [
+        ({"pp_engine": "x.csv", "pp_chunks": 2}, r"pp_chunks=2, but x\.csv says itself which stages a rank has"),
+        (
+            {"pp_engine": "zbv", "pp_chunks": 3},
+            r"x\.yaml: parallelism\.pp_chunks: schedule zbv: chunks=3, but it has 2",
+        ),
+        ({"stage_layers": [4]}, "stage_layers has 1 stages, but 1f1b on pp=2 ranks has 2. Make them equal"),
+        (
+            {"pp_engine": "interleaved", "stage_layers": [2, 2]},
+            "stage_layers has 2 stages, but interleaved on pp=2 ranks has 4",
+        ),
+    ],
+)
+def test_pipeline_keys_that_do_not_fit_together_are_named(parallelism, message):
+    with pytest.raises(fp.ConfigError, match=message):
+        config(parallelism={"pp": 2, **parallelism})

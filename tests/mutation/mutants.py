@@ -254,14 +254,14 @@ MUTANTS = (
     Mutant(
         "a leaf tied over stages is not summed over its owners",
         "plan.py",
-        '                owed["pp"] = _tie_debt(spec.stages)',
+        '                owed["pp"] = _tie_debt(self.readers[path])',
         "                pass",
         STEPS,
     ),
     Mutant(
         "a tied leaf is counted once a stage in the norm",
         "spec.py",
-        "return coords.pp == self.stages[0] and all(",
+        "return coords.pp == self.owners[0] and all(",
         "return all(",
         STEPS,
     ),

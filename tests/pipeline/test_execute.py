@@ -6,9 +6,10 @@ import torch
 
 import functional_par as fp
 from functional_par import Mesh
-from functional_par.pipeline.execute import Executor, Neighbours
-from functional_par.pipeline.old_schedules import make_schedule
-from functional_par.pipeline.stage import stage_calls
+from functional_par.pipeline.buffers import Buffers
+from functional_par.pipeline.execute import Executor
+from functional_par.pipeline.part import make_part
+from functional_par.pipeline.recording import Recording
 from functional_par.run_par import RunPar
 from functional_par.tree import flatten
 from functional_par.vjp import engine
@@ -24,39 +25,39 @@ def microbatch(i):
     return {name: x[2 * i : 2 * i + 2] for name, x in BATCH.items()}
 
 
-def execute(program, mesh, schedule):
+def execute(mesh, schedule, split):
     """Gradients as they are handed over, the losses, and what each rank was doing with how many pullbacks in hand."""
+    program = fp.compose(fp.stage_pp(schedule, 3, split=split))(odd())
     plan = program.plan(mesh)
     params = flatten(program.model.init(0, torch.float64))
 
     def main(world):
-        stage = world.coords.pp
-        last = stage == mesh.pp - 1
-        seen, most = [], [0]
+        seen, recording = [], Recording()
 
         class Gradients:
             def add(self, grads):
                 seen.append({path: grad.clone() for path, grad in grads.items()})
-                most[0] = max(most[0], len(executor.pulls) + 1)
 
         executor = Executor(
-            stage_calls(plan, plan.trace(MICRO, torch.float64), stage),
+            make_part(plan, world, MICRO, torch.float64),
             world,
-            Neighbours(None if stage == 0 else world.rank - 1, None if last else world.rank + 1),
+            Buffers(torch.device("cpu"), poison=False),
             engine("func"),
             lambda i: RunPar(batch=microbatch(i)),
-            {path: params[path] for path in plan.stage_leaves(stage)},
-            torch.tensor(1.0, dtype=torch.float64) if last else None,
+            {path: params[path] for path in plan.held(world.coords.pp)},
+            torch.tensor(1.0, dtype=torch.float64),
             Gradients(),
+            recording,
         )
-        losses = executor.run(make_schedule(schedule, mesh.pp, 3)[stage])
-        assert executor.pulls == {}
-        return seen, losses, most[0]
+        losses = executor.run()
+        assert executor.live == {}
+        return seen, losses, recording.peak
 
     return params, fp.run(main, mesh, timeout=30.0)
 
 
-PROGRAM = fp.compose(fp.stage_pp(split=[2, 2, 1]))(odd())
+SPLIT = [2, 2, 1]
+PROGRAM = fp.compose(fp.stage_pp(split=SPLIT))(odd())
 
 
 def expected(params):
@@ -69,7 +70,7 @@ def expected(params):
 
 def test_every_layer_hands_over_its_gradients_in_reverse_microbatches_first_in_first_out():
     for schedule in ("1f1b", "afab"):
-        params, ranks = execute(PROGRAM, Mesh(pp=3), schedule)
+        params, ranks = execute(Mesh(pp=3), schedule, SPLIT)
         names = [["look_up", "mask"], ["hidden0", "join"], ["head", "loss"]]
         reads = {layer.name: layer.paths for layer in PROGRAM.model.all_layers}
         for stage, (seen, losses, _) in enumerate(ranks):
@@ -86,14 +87,13 @@ def test_every_layer_hands_over_its_gradients_in_reverse_microbatches_first_in_f
 
 
 def test_1f1b_holds_the_pullbacks_of_as_many_microbatches_as_stages_follow():
-    _, ranks = execute(PROGRAM, Mesh(pp=3), "1f1b")
+    _, ranks = execute(Mesh(pp=3), "1f1b", SPLIT)
     assert [most for _, _, most in ranks] == [3, 2, 1]
-    _, ranks = execute(PROGRAM, Mesh(pp=3), "afab")
+    _, ranks = execute(Mesh(pp=3), "afab", SPLIT)
     assert [most for _, _, most in ranks] == [3, 3, 3]
 
 
 def test_one_stage_alone_sends_nothing():
-    program = fp.compose(fp.stage_pp())(odd())
-    _, ((seen, losses, _),) = execute(program, Mesh(), "1f1b")
+    _, ((seen, losses, _),) = execute(Mesh(), "1f1b", None)
     assert len(seen) == 3 * 6
     assert len(losses) == 3

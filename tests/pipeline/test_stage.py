@@ -43,7 +43,8 @@ def test_a_stage_has_its_layers_in_order_and_the_last_the_loss():
 def test_edges_know_shapes_dtypes_and_what_carries_a_cotangent():
     calls = calls_of(odd(), BATCH, [1, 3, 1])
     edge = calls[0][-1].after
-    assert edge == calls[1][0].before
+    # The running loss goes past the second stage, straight to the third.
+    assert edge.without(frozenset({4})) == calls[1][0].before
     assert [(leaf.shape, leaf.dtype) for leaf in edge.leaves] == [
         ((6, 4, 6), torch.float64),
         ((6, 4, 6), torch.float64),
@@ -63,7 +64,7 @@ def test_the_pullbacks_of_all_calls_in_reverse_are_the_gradient(name):
     loss, expected = gradients(model, params, BATCH)
     par = RunPar(batch=BATCH)
     x, pulls = list(BATCH.values()), []
-    calls = [call for stage in calls_of(model, BATCH, [1, 3, 1]) for call in stage]
+    (calls,) = calls_of(model, BATCH, [5])
     for call in calls:
         x, pull = call.forward(engine(name), params, x, par)
         pulls.append(pull)

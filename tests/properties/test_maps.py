@@ -81,7 +81,7 @@ def debts(drawn: Drawn, plan: Plan, path: str) -> set[str]:
     spec, met = plan.specs[path], drawn.leaves[path][2]
     owed = (
         {"ep", "dp"}
-        | ({"pp"} if len(spec.stages) > 1 else set())
+        | ({"pp"} if len(spec.owners) > 1 else set())
         | ({"tp"} if met and "tp" not in spec.axes else set())
     )
     return {axis for axis in owed if drawn.mesh.sizes[axis] > 1}
@@ -125,7 +125,7 @@ def place(plan: Plan, rank: int, path: str) -> tuple[int, ...]:
 
 def once(plan: Plan, path: str) -> Iterable[int]:
     """A rank for each different cotangent of a leaf."""
-    stages = plan.specs[path].stages
+    stages = plan.specs[path].owners
     ranks = [rank for rank, coords in enumerate(plan.mesh) if coords.pp in stages]
     return {place(plan, rank, path): rank for rank in ranks}.values()
 
@@ -139,7 +139,7 @@ def transpose(plan: Plan, world: fp.World, drawn: Drawn) -> Any:
     grads = Gradients(plan, buckets(plan, world.rank), torch.float64, torch.device("cpu"))
     for fill in (1.0, 0.0):  # the second step finds the memory of the first
         grads.begin()
-        for path in plan.stage_leaves(world.coords.pp):
+        for path in plan.held(world.coords.pp):
             if fill or path not in drawn.silent:
                 whole = cotangent(plan, world.rank, path, drawn.seed)
                 grads.add({path: 0.25 * whole + fill})
@@ -191,7 +191,7 @@ def test_what_is_done_to_gradients_is_the_transpose_of_what_is_done_to_parameter
         assert forward == pytest.approx(backward, rel=1e-10, abs=1e-10), path
         copies: dict[Any, Tensor] = {}
         for rank, coords in enumerate(drawn.mesh):
-            if coords.pp in spec.stages:
+            if coords.pp in spec.owners:
                 first = copies.setdefault(spec.starts(drawn.mesh, coords), parts[rank][path])
                 assert torch.equal(parts[rank][path], first), (path, rank)
             assert torch.equal(gathered[rank][path], pulled[path]), (path, rank)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import functional_par as fp
-from functional_par import CompositionError, Mesh
+from functional_par import CompositionError, Mesh, ScheduleError
 from functional_par.transforms import split_by_cost
 
 from ..toys import odd, small_gpt
@@ -46,11 +46,11 @@ def test_among_equal_splits_the_first_stages_get_fewer_layers():
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(
-        CompositionError, match=r"pp=3 stages, but the model has only 2 layers. Use a pp of at most 2\."
+        CompositionError, match=r"3 pipeline stages, but the model has only 2 layers\. Use a pp \(times chunks\) of at most 2\."
     ):
         split_by_cost([1, 1], 3)
     with pytest.raises(
-        CompositionError, match=r"pp=8 stages, but the model has only 4 layers\. Use a pp of at most 4\."
+        CompositionError, match=r"8 pipeline stages, but the model has only 4 layers\. Use a pp \(times chunks\) of at most 4\."
     ):
         fp.compose(fp.stage_pp())(small_gpt(blocks=2)).plan(Mesh(pp=8))
 
@@ -85,14 +85,14 @@ def test_a_stage_without_parameters_holds_nothing():
     plan = fp.compose(fp.stage_pp(split=[1, 1, 3]))(odd()).plan(Mesh(pp=3))
     assert plan.stages[1] == ("mask",)
     assert plan.stage_leaves(1) == ()
-    assert plan.specs["temperature"].stages == (2,)
+    assert plan.specs["temperature"].owners == (2,)
 
 
 @pytest.mark.parametrize(("split", "pp"), [([1, 3], 3), ([1, 1, 1], 3), ([2, 2, 2], 3), ([4], 2)])
 def test_a_split_that_does_not_fit_is_refused_with_both_counts(split, pp):
     message = (
-        f"stage_pp(split={split}): {len(split)} stages with {sum(split)} layers in all, but Mesh(pp={pp}) has pp={pp} and "
-        "the model has 4 layers (embed, block0, block1, head)."
+        f"stage_pp(split={split}): {len(split)} stages with {sum(split)} layers in all, but Mesh(pp={pp}) has pp={pp} with "
+        f"{pp} stages under 1f1b, and the model has 4 layers (embed, block0, block1, head)."
     )
     with pytest.raises(CompositionError, match=re.escape(message)):
         fp.compose(fp.stage_pp(split=split))(small_gpt()).plan(Mesh(pp=pp))
@@ -119,7 +119,14 @@ def test_microbatches_are_a_positive_integer(microbatches):
         fp.stage_pp(microbatches=microbatches)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1F1B", "", None])
+@pytest.mark.parametrize("schedule", ["gpip", "zb", ""])
 def test_an_unknown_schedule_is_refused_with_those_there_are(schedule):
-    with pytest.raises(CompositionError, match=re.escape(f"stage_pp(schedule={schedule!r}): it is one of afab, 1f1b.")):
+    with pytest.raises(ScheduleError, match=r"afab, 1f1b, interleaved"):
+        fp.stage_pp(schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", [None, 3, ["0F0"]])
+def test_a_schedule_is_a_name_a_file_a_schedule_or_a_function(schedule):
+    message = f"stage_pp(schedule={schedule!r}): a name, a path to a CSV file, an fp.Schedule, or a function"
+    with pytest.raises(CompositionError, match=re.escape(message)):
         fp.stage_pp(schedule=schedule)

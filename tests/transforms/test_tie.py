@@ -52,13 +52,13 @@ def test_chains_of_ties_are_one_class_in_any_order():
 
 def test_a_tie_inside_one_stage_owes_nothing():
     plan = fp.compose(fp.tie("a", "b"), fp.stage_pp(split=[2, 2]))(chain()).plan(Mesh(pp=2))
-    assert plan.specs["a"].stages == (0,)
+    assert plan.specs["a"].owners == (0,)
     assert plan.specs["a"].owes == ()
 
 
 def test_a_tie_across_stages_owes_pp_with_its_stages():
     plan = fp.compose(fp.tie("a", "d"), fp.stage_pp(split=[1, 2, 1]))(chain()).plan(Mesh(pp=3))
-    assert plan.specs["a"].stages == (0, 2)
+    assert plan.specs["a"].owners == (0, 2)
     assert plan.specs["a"].owes == (Debt("pp", "tied: read on stages 0, 2"),)
     assert plan.stage_leaves(2) == ("a",)
 
@@ -68,7 +68,7 @@ def test_reading_a_path_twice_across_stages_is_a_tie_without_the_word():
         {"a": W}, [("x", "a", lambda p, x, par: p), ("y", "a", lambda p, x, par: x * p)], lambda p, x, par: (x.sum(), 1)
     )
     plan = fp.compose(fp.stage_pp())(model).plan(Mesh(pp=2))
-    assert plan.specs["a"].stages == (0, 1)
+    assert plan.specs["a"].owners == (0, 1)
     assert [debt.axis for debt in plan.specs["a"].owes] == ["pp"]
 
 
@@ -104,7 +104,7 @@ def test_owners_in_different_replicas_are_refused(a, d, ranks):
 
 def test_an_owner_on_a_stage_that_does_not_read_the_leaf_is_refused():
     message = (
-        "tie: d is named on rank 1, which is on stage 0 of Mesh(pp=2, dp=2, tp=2), but it is read on stage 1. "
+        "tie: d is named on rank 1, which runs stage 0 of Mesh(pp=2, dp=2, tp=2), but it is read on stage 1. "
         "Name ranks of that stage, or leave ranks out."
     )
     with pytest.raises(CompositionError, match=re.escape(message)):
