@@ -8,7 +8,7 @@ import sys
 
 import functional_par as fp
 from functional_par.config import flags
-from functional_par.report import exit_code, prepare, progress, say
+from functional_par.report import exit_code, prepare, progress, say, traced
 
 
 def train(world, config, program, corpus):
@@ -19,8 +19,9 @@ def train(world, config, program, corpus):
         corpus, batch_size=config.global_batch_size, seq_len=config.seq_len, seed=config.data_seed, steps=config.steps
     )
     with progress(world, config) as log:
-        for batch in batches:
-            state, metrics = step(state, batch)
+        for number, batch in enumerate(batches, 1):
+            with traced(world, config, number) as recording:  # None, but in the step that --trace-file writes
+                state, metrics = step(state, batch, recording)
             log(metrics)
     return log.history
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from functional_par.config.sections import Model as ModelSection
-from functional_par.config.sections import OptimizerFactory, Sections
-from functional_par.errors import ConfigError
+from functional_par.config.sections import OptimizerFactory, Parallelism, Sections
+from functional_par.errors import ConfigError, ScheduleError
+from functional_par.pipeline.schedules import chunks_of
 
 if TYPE_CHECKING:
     from functional_par.data import Corpus
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from functional_par.program import Program
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+ENGINE = "1f1b"
+"""Where a file says null."""
 TIED = ("head.weight", "embed.weight")
 ONLY_GPT = ("bias",)
 ONLY_LLAMA = ("n_kv_heads", "rope_theta")
@@ -31,9 +34,30 @@ def check(sections: Sections, source: str) -> None:
         raise ConfigError(f"{source}: data.text and data.tokens are both given; there is one corpus. Keep one.")
     if sections.data.token_dtype is not None and sections.data.tokens is None:
         raise ConfigError(f"{source}: data.token_dtype is given without data.tokens. Leave it out.")
-    stages, pp = sections.parallelism.stage_layers, sections.parallelism.pp
-    if stages is not None and pp > 1 and len(stages) != pp:
-        raise ConfigError(f"{source}: parallelism.stage_layers has {len(stages)} stages, but pp={pp}. Make them equal.")
+    _check_pipeline(sections.parallelism, source)
+    step, steps = sections.logging.trace_step, sections.tokens.train_steps
+    if sections.logging.trace_file is not None and step > steps:
+        raise ConfigError(f"{source}: logging.trace_step={step}, but tokens.train_steps={steps}. Take an earlier step.")
+
+
+def _check_pipeline(p: Parallelism, source: str) -> None:
+    engine, layers = p.pp_engine or ENGINE, p.stage_layers
+    if engine.endswith(".csv"):
+        if p.pp_chunks is not None:
+            raise ConfigError(
+                f"{source}: parallelism.pp_chunks={p.pp_chunks}, but {engine} says itself which stages a rank has. Leave it "
+                "out."
+            )
+        return
+    try:
+        stages = p.pp * chunks_of(engine, p.pp_chunks)
+    except ScheduleError as error:
+        raise ConfigError(f"{source}: parallelism.pp_chunks: {error}") from None
+    if layers is not None and p.pp > 1 and len(layers) != stages:
+        raise ConfigError(
+            f"{source}: parallelism.stage_layers has {len(layers)} stages, but {engine} on pp={p.pp} ranks has {stages}. Make "
+            "them equal."
+        )
 
 
 def _check_model(model: ModelSection, source: str) -> None:
@@ -113,7 +137,7 @@ def program(sections: Sections, microbatches: int, source: str) -> Program:
         raise ConfigError(f"{source}: parallelism.cp={p.cp}: context parallelism is not available yet. Set it to 1.")
     transforms = [
         shard_tp(mode=p.tp_mode or "ALL_REDUCE", async_comm=bool(p.tp_linear_async_communication)),
-        stage_pp(schedule=p.pp_engine or "1f1b", microbatches=microbatches, split=p.stage_layers),
+        stage_pp(schedule=p.pp_engine or ENGINE, microbatches=microbatches, split=p.stage_layers, chunks=p.pp_chunks),
         dp_reduce(),
     ]
     if sections.model.tie:

@@ -35,7 +35,13 @@ FLAGS = (
     Flag("--ep", "parallelism.ep", int, "expert-parallel ranks"),
     Flag("--tp-mode", "parallelism.tp_mode", str, "all-reduce or reduce-scatter"),
     Flag("--tp-async", "parallelism.tp_linear_async_communication", bool, "overlap tensor-parallel communication"),
-    Flag("--pp-engine", "parallelism.pp_engine", str, "1f1b or afab"),
+    Flag(
+        "--pp-engine",
+        "parallelism.pp_engine",
+        str,
+        "the pipeline schedule, or a CSV file of it, relative to the current directory",
+    ),
+    Flag("--pp-chunks", "parallelism.pp_chunks", int, "stages on each pipeline rank"),
     Flag("--steps", "tokens.train_steps", int, "optimizer steps"),
     Flag("--sequence-length", "tokens.sequence_length", int, "tokens a sequence"),
     Flag("--global-batch-size", "tokens.global_batch_size", int, "sequences a step, whatever the layout"),
@@ -54,6 +60,12 @@ FLAGS = (
         "logging.metrics_file",
         str,
         "write one JSON object a step to it, relative to the current directory",
+    ),
+    Flag(
+        "--trace-file",
+        "logging.trace_file",
+        str,
+        "write the timeline of step logging.trace_step to it, relative to the current directory",
     ),
     Flag("--log-interval", "logging.iteration_step_info_interval", int, "steps between plain lines"),
 )
@@ -91,7 +103,7 @@ class Options:
     explain: bool = False
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises instead of exiting, so that one place decides which rank speaks and with which exit code."""
 
     def error(self, message: str) -> NoReturn:
@@ -101,7 +113,7 @@ class _Parser(argparse.ArgumentParser):
 def parser(description: str | None = None) -> argparse.ArgumentParser:
     """The parser of all flags that stand for a key, and of ``--config-file``."""
     plain = argparse.RawDescriptionHelpFormatter
-    result = _Parser(description=description, allow_abbrev=False, formatter_class=plain)
+    result = Parser(description=description, allow_abbrev=False, formatter_class=plain)
     result.add_argument("--config-file", required=True, metavar="YAML", help="ours or nanotron's; see specs/")
     for flag in FLAGS:
         how: dict[str, Any] = {

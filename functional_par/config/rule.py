@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Union, get_args, get_origin
 
@@ -16,6 +16,8 @@ class Rule:
     Attributes:
         low, above, high, below: bounds, inclusive and exclusive.
         choices: the values of an enumeration; strings match in any case, with ``-`` or ``_``.
+        canonical: gives the choice that another name stands for; ValueError for a name of none.
+        files: the end of the names of files that may be given instead of a choice.
         available: the choices that this version can do; others are refused with ``why``.
         aliases: other names of the key.
     """
@@ -25,6 +27,8 @@ class Rule:
     high: float | None = None
     below: float | None = None
     choices: tuple[Any, ...] | None = None
+    canonical: Callable[[str], str] | None = None
+    files: str = ""
     available: tuple[Any, ...] | None = None
     why: str = ""
     aliases: tuple[str, ...] = ()

@@ -79,13 +79,21 @@ def _typed(kind: Any, rule: Rule, value: Any, at: Place) -> Any:
     if not isinstance(value, kind):
         return MISSING
     if rule.choices is not None:
-        return _choice(rule.choices, value)
+        return _choice(rule, value)
     # Every free text is a path or a pattern: an empty one would be the current folder, or match all.
     return MISSING if kind is str and not value.strip() else value
 
 
-def _choice(choices: tuple[Any, ...], value: Any) -> Any:
-    return next((choice for choice in choices if _plain(choice) == _plain(value)), MISSING)
+def _choice(rule: Rule, value: Any) -> Any:
+    if rule.files and isinstance(value, str) and value.endswith(rule.files):
+        return value
+    found = next((choice for choice in rule.choices or () if _plain(choice) == _plain(value)), MISSING)
+    if found is MISSING and rule.canonical is not None:
+        try:
+            return rule.canonical(value)
+        except ValueError:
+            return MISSING
+    return found
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from functional_par.config.rule import key
+from functional_par.pipeline.schedules import canonical, schedule_names
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 DTYPES = ("float32", "float64", "bfloat16")
@@ -46,7 +47,10 @@ class Parallelism:
 
     Attributes:
         dp, pp, tp, cp, ep: sizes of the mesh axes. The batch is split over ep as over dp.
-        pp_engine: the pipeline schedule. Engines differ in memory and time, never in results.
+        pp_engine: the pipeline schedule, by any of its names (``Interleaved1F1B`` is ``interleaved``), or a CSV file of actions
+            as torch's pipelining reads them. The path of a file that does not start with ``/`` is relative to the current
+            directory, as ``data.text`` is. Engines differ in memory and time, never in results.
+        pp_chunks: stages on each rank, for engines that have several; null is the engine's own number.
         tp_mode: how activations lie between tensor-parallel layers.
         tp_linear_async_communication: overlap tensor-parallel communication with computation.
         tp_recompute_allgather: accepted; the gathered input of a layer is never stored here, as with ``true``.
@@ -59,7 +63,8 @@ class Parallelism:
     tp: int = _ranks()
     cp: int = _ranks(aliases=("context_parallel_size",))
     ep: int = _ranks(aliases=("expert_parallel_size",))
-    pp_engine: str | None = key("1f1b", choices=("1f1b", "afab"))
+    pp_engine: str | None = key("1f1b", choices=schedule_names(), canonical=canonical, files=".csv")
+    pp_chunks: int | None = _layers(None)
     tp_mode: str | None = key("ALL_REDUCE", choices=("ALL_REDUCE", "REDUCE_SCATTER"))
     tp_linear_async_communication: bool | None = key(False)
     tp_recompute_allgather: bool = key(True)
@@ -209,12 +214,17 @@ class Logging:
     iteration_step_info_interval: steps between two lines when the output is not a terminal.
     log_level, log_level_replica: accepted; nothing is logged besides the progress.
     metrics_file: one JSON object a step is written to it; each run starts it anew. Relative to the current directory.
+    trace_file: the timeline of one step of all ranks is written to it, for Perfetto and for
+        ``python -m functional_par schedule --trace``. Relative to the current directory.
+    trace_step: which step; the first also warms up.
     """
 
     iteration_step_info_interval: int | None = _size(1)
     log_level: str | None = key(None, choices=LOG_LEVELS)
     log_level_replica: str | None = key(None, choices=LOG_LEVELS)
     metrics_file: str | None = key(None)
+    trace_file: str | None = key(None)
+    trace_step: int = _size(2)
 
 
 @dataclass(frozen=True, kw_only=True)

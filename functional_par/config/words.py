@@ -21,6 +21,7 @@ def expected(hint: Any, rule: Rule) -> str:
     inner, optional = strip_optional(hint)
     if rule.choices is not None:
         words = "one of " + ", ".join(str(choice) for choice in rule.choices)
+        words += f", or the path of a {rule.files} file" if rule.files else ""
     elif get_origin(inner) is tuple:
         words = f"a list, each {expected(get_args(inner)[0], rule)}"
     else:

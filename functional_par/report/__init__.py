@@ -4,5 +4,6 @@ from functional_par.report.exits import exit_code
 from functional_par.report.header import header
 from functional_par.report.prepare import prepare, say
 from functional_par.report.progress import progress
+from functional_par.report.step_trace import traced
 
-__all__ = ["exit_code", "header", "prepare", "progress", "say"]
+__all__ = ["exit_code", "header", "prepare", "progress", "say", "traced"]

@@ -15,16 +15,16 @@ from functional_par.errors import ConfigError
 KEY = "logging.metrics_file (--metrics-file)"
 
 
-def check_writable(path: str | None) -> None:
-    """Raise ConfigError if the file cannot be made; makes nothing."""
+def check_writable(path: str | None, key: str = KEY) -> None:
+    """Raise ConfigError, naming the key, if the file cannot be made; makes nothing."""
     if path is None:
         return
     try:
         wrong = _wrong(Path(path))
     except OSError as error:
-        raise _cannot(path, error) from None
+        raise _cannot(path, error, key) from None
     if wrong:
-        raise ConfigError(f"{KEY}: {wrong}")
+        raise ConfigError(f"{key}: {wrong}")
 
 
 def _wrong(path: Path) -> str | None:
@@ -71,9 +71,9 @@ def _told(path: str) -> Iterator[None]:
         raise _cannot(path, error) from None
 
 
-def _cannot(path: str, error: OSError) -> ConfigError:
+def _cannot(path: str, error: OSError, key: str = KEY) -> ConfigError:
     return ConfigError(
-        f"{KEY}: {path} cannot be written: {error.strerror or error}. Make room, or choose another place."
+        f"{key}: {path} cannot be written: {error.strerror or error}. Make room, or choose another place."
     )
 
 

@@ -14,6 +14,7 @@ from functional_par.mesh import Mesh
 from functional_par.report.header import header
 from functional_par.report.memory import check_memory
 from functional_par.report.metrics_file import check_writable
+from functional_par.report.step_trace import KEY as TRACE_KEY
 from functional_par.run import MOST_THREADS
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def prepare(options: Options, mesh: Mesh, program: Program, corpus: Corpus) -> N
     check_memory(plan, config.dtype, backend)
     data.batches(corpus, batch_size=config.global_batch_size, seq_len=config.seq_len, steps=config.steps)
     check_writable(config.sections.logging.metrics_file)
+    check_writable(config.sections.logging.trace_file, TRACE_KEY)
     say(header(config, plan, corpus, backend))
     if options.explain:
         say(str(program.explain(mesh)))

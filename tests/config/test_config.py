@@ -73,7 +73,7 @@ def test_overrides_take_the_place_of_the_files_values(path):
     ("overrides", "message"),
     [
         ({"data.text": "a", "data.tokens": "b"}, "data.text and data.tokens are both given"),
-        ({"parallelism.stage_layers": [1, 2, 3]}, "stage_layers has 3 stages, but pp=2"),
+        ({"parallelism.stage_layers": [1, 2, 3]}, "stage_layers has 3 stages, but 1f1b on pp=2 ranks has 2"),
         ({"model.n_heads": 3}, "d_model=16 does not divide into model.n_heads=3 heads. Take a multiple of 3"),
         ({"model.n_kv_heads": 2}, "model.n_kv_heads has no meaning for a gpt"),
         ({"model.rope_theta": 1.0}, "model.rope_theta has no meaning for a gpt"),

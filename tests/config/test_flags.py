@@ -42,6 +42,7 @@ CASES = {
     "--tp-mode": ("reduce-scatter", "REDUCE_SCATTER"),
     "--tp-async": (None, True),
     "--pp-engine": ("AFAB", "afab"),
+    "--pp-chunks": ("1", 1),
     "--steps": ("7", 7),
     "--sequence-length": ("32", 32),
     "--global-batch-size": ("48", 48),
@@ -57,6 +58,7 @@ CASES = {
     "--token-dtype": ("uint32", "uint32"),
     "--metrics-file": ("m.jsonl", "m.jsonl"),
     "--log-interval": ("10", 10),
+    "--trace-file": ("t.json", "t.json"),
 }
 
 
@@ -127,7 +129,11 @@ def test_choices_beside_the_configuration(path):
         (["--tokens", ""], r"^--tokens \(data\.tokens\): got ''"),
         (["--metrics-file", ""], r"^--metrics-file \(logging\.metrics_file\): got ''"),
         (["--tp-mode", "scatter"], r"^--tp-mode \(parallelism\.tp_mode\): got 'scatter'"),
-        (["--pp-engine", "gpipe"], r"^--pp-engine \(parallelism\.pp_engine\): got 'gpipe'"),
+        (["--pp-engine", "wave"], r"^--pp-engine \(parallelism\.pp_engine\): got 'wave'"),
+        (["--pp-chunks", "0"], r"^--pp-chunks \(parallelism\.pp_chunks\): got 0"),
+        (["--pp-chunks", "2"], r"parallelism\.pp_chunks: schedule 1f1b: chunks=2, but it has 1 stage on each rank"),
+        (["--trace-file", ""], r"^--trace-file \(logging\.trace_file\): got ''"),
+        (["--trace-file", "t.json", "--steps", "1"], r"logging\.trace_step=2, but tokens\.train_steps=1\. Take an ear"),
         (["--dtype", "float16"], r"^--dtype \(model\.dtype\): got 'float16'"),
         (["--steps", "-1"], r"^--steps \(tokens\.train_steps\): got -1"),
         (["--lr", ".nan"], r"^--lr .*got nan; expected a number above 0"),
@@ -183,7 +189,7 @@ def test_a_table_of_groups_that_nobody_reads_is_refused(path):
 def test_help_says_what_paths_are_relative_to(capsys):
     with pytest.raises(SystemExit):
         flags.parse(["--help"])
-    assert " ".join(capsys.readouterr().out.split()).count("relative to the current directory") == 3
+    assert " ".join(capsys.readouterr().out.split()).count("relative to the current directory") == 5
 
 
 def test_threads_under_torchrun_are_refused(path, monkeypatch):

@@ -85,7 +85,14 @@ def test_a_missing_key_is_named(path):
         ("parallelism.pp", 2.0, "got 2.0; expected an integer"),
         ("parallelism.cp", True, "got true; expected an integer"),
         ("parallelism.ep", None, "got null; expected an integer of at least 1"),
-        ("parallelism.pp_engine", "gpipe", r"got 'gpipe' \(a text\); expected one of 1f1b, afab"),
+        (
+            "parallelism.pp_engine",
+            "wave",
+            r"got 'wave' \(a text\); expected one of afab, 1f1b, interleaved, .*\.csv file, or null",
+        ),
+        ("parallelism.pp_engine", 1, "got 1; expected one of afab, 1f1b"),
+        ("parallelism.pp_chunks", 0, "got 0; expected an integer of at least 1"),
+        ("logging.trace_step", 0, "got 0; expected an integer of at least 1"),
         ("parallelism.tp_mode", "SCATTER", "expected one of ALL_REDUCE, REDUCE_SCATTER"),
         ("parallelism.tp_linear_async_communication", "yes", "expected true or false, or null"),
         (
