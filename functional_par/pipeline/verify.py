@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from functional_par.errors import ScheduleError
-from functional_par.pipeline.complete import check_complete
 from functional_par.pipeline.live import check_bounds, peaks
 from functional_par.pipeline.messages import Task, tasks
 from functional_par.pipeline.schedule import Edges, Schedule, chain
 from functional_par.pipeline.token_game import Lane, play
+from functional_par.pipeline.wellformed import check_wellformed
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def verify(
     Traceback (most recent call last):
     functional_par.errors.ScheduleError: schedule mine never ends: rank 0 at 0B0 waits for gradients of microbatch 0 from stage 1, which rank 1 sends after 1B0; rank 1 at 1F1 waits for activations of microbatch 1 from stage 0, which rank 0 sends after 0F1.
     """  # noqa: E501
-    check_complete(schedule, ranks, stages, microbatches, training)
+    check_wellformed(schedule, ranks, stages, microbatches, training)
     if most_live is not None:
         check_bounds(schedule, most_live)
     edges = chain(schedule.stages) if edges is None else _checked(schedule, edges)
