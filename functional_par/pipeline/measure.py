@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -14,44 +13,12 @@ from torch import Tensor
 from functional_par.errors import CompositionError
 from functional_par.mesh import Mesh
 from functional_par.model import Model
-from functional_par.pipeline.costs import Costs
+from functional_par.pipeline.layer_costs import LayerCosts
 from functional_par.pipeline.rounds import Rounds
 from functional_par.pipeline.stage import stage_calls
 from functional_par.plan import Fields, Plan
 from functional_par.program import Program, compose
 from functional_par.run_par import RunPar
-
-
-@dataclass(frozen=True)
-class LayerCosts:
-    """What each layer costs for one microbatch, the loss included: name to seconds, and to bytes.
-
-    Attributes:
-        forward: seconds.
-        input_backward: seconds until the cotangents of the layer's input are there.
-        weight_backward: seconds of what can wait beyond that; zero for layers whose backward is one piece.
-        saved: bytes that the layer keeps from forward to backward, parameters not counted.
-    """
-
-    forward: Mapping[str, float]
-    input_backward: Mapping[str, float]
-    weight_backward: Mapping[str, float]
-    saved: Mapping[str, int]
-
-    @property
-    def total(self) -> dict[str, float]:
-        """Seconds of forward and backward together."""
-        return {name: x + self.input_backward[name] + self.weight_backward[name] for name, x in self.forward.items()}
-
-    def of_stages(self, plan: Plan, transfer: float = 0.0) -> Costs:
-        """Costs of a plan's stages, for the simulator; ``transfer`` is the seconds of a message."""
-
-        def sums(each: Mapping[str, float]) -> tuple[float, ...]:
-            return tuple(
-                sum(each[layer.name] for layer in plan.stage_layers(stage)) for stage in range(len(plan.stages))
-            )
-
-        return Costs(sums(self.forward), sums(self.input_backward), sums(self.weight_backward), transfer)
 
 
 def measure(

@@ -58,6 +58,18 @@ def best_split(
     return found
 
 
+def whole_numbers(costs: Sequence[float]) -> list[int]:
+    """Costs in integers, of which sums are exact: themselves, or parts in a thousand million of the largest.
+
+    >>> whole_numbers([3, 4]), whole_numbers([0.5, 0.25])
+    ([3, 4], [1000000000, 500000000])
+    """
+    if all(isinstance(cost, int) for cost in costs):
+        return [int(cost) for cost in costs]
+    top = max(costs) or 1.0
+    return [round(cost / top * 1_000_000_000) for cost in costs]
+
+
 def split_by_cost(costs: Sequence[int], stages: int) -> tuple[int, ...]:
     """``best_split`` with one stage a rank.
 

@@ -55,6 +55,7 @@ from functional_par.trace.dual import Backward
 from functional_par.trace.follow import Typing
 from functional_par.trace.outputs import check_loss, check_output, location
 from functional_par.trace.par import TracePar
+from functional_par.trace.saved import saved_bytes
 from functional_par.trace.values import Abstract, Axes, Source, Use, Value, names, order, quoted
 
 
@@ -68,6 +69,7 @@ class LayerTrace:
         work: floating-point operations of its forward, about.
         passed: for each leaf of the output the leaf of the input that it is, untouched, or None for a new value.
         touched: the leaves of the input that it computes with; the others it hands on or drops.
+        saved: bytes that it keeps for its backward, besides parameters and the batch; kernels by their definitions.
     """
 
     output: Any
@@ -75,6 +77,7 @@ class LayerTrace:
     work: int
     passed: tuple[int | None, ...] = ()
     touched: frozenset[int] = frozenset()
+    saved: int = 0
 
 
 @dataclass(frozen=True)
@@ -168,10 +171,10 @@ class _Tracer:
         # By identity: a callable may compare equal to another that computes something else.
         key = (id(layer.fn), local, slots, structure)
         if key not in self.memo:
-            self.memo[key] = self._run(layer, slots, structure)
+            self.memo[key] = self._run(layer, slots, structure, first=x is self.batch)
         return _fill(self.memo[key], layer.name, actual)
 
-    def _run(self, layer: Layer, slots: tuple[Abstract, ...], structure: Any) -> LayerTrace:
+    def _run(self, layer: Layer, slots: tuple[Abstract, ...], structure: Any, first: bool) -> LayerTrace:
         """Call one layer function on meta tensors, then its backward, and collect what they did."""
         typing = Typing(layer.name, location(layer))
         batch = {name: typing.input(leaf) for name, leaf in self.batch.items()}
@@ -184,6 +187,8 @@ class _Tracer:
         touched = typing.touched.copy()
         entry = LayerTrace(pytree.tree_map(typing.abstract, output), tuple(dict.fromkeys(typing.uses)), typing.work)
         entry = replace(entry, **_flow(inputs[len(layer.paths) :], flat, touched))
+        apart = inputs if first else inputs[: len(layer.paths)]
+        entry = replace(entry, saved=saved_bytes([y for y in flat if isinstance(y, Tensor)], (*apart, *batch.values())))
         carriers = {i: at for at, i in enumerate(i for i, slot in enumerate(slots) if slot.value.grad)}
         backward = Backward(typing, [(_input_name(layer, i), inputs[i]) for i in carriers], location(layer))
         outputs = [(y, _owed(typing.value(y).sources, carriers)) for y in flat if isinstance(y, Tensor)]

@@ -9,7 +9,8 @@ import torch
 
 import functional_par as fp
 from functional_par.errors import CompositionError
-from functional_par.pipeline.measure import LayerCosts, measure
+from functional_par.pipeline.layer_costs import LayerCosts
+from functional_par.pipeline.measure import measure
 
 from ..toys import odd, regression, small_gpt
 

@@ -1,0 +1,116 @@
+"""Cuts the layers of a plan so that every rank has room for its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from functional_par.errors import CompositionError
+from functional_par.model import LOSS
+from functional_par.pipeline.memory import MemoryBound, held_bytes, live_microbatches, rank_memory
+from functional_par.pipeline.split import Need, best_split, gigabytes
+from functional_par.plan import Fields, Plan
+
+
+def fitting_stages(plan: Plan, bound: MemoryBound, costs: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """The names of the layers of each stage: the best split whose ranks have room.
+
+    What the stages of one rank keep is counted as if all were fullest at the same time, and a leaf that two of them read
+    twice, unless the model's first layer reads it.
+
+    Args:
+        plan: with its placement and schedule, any stages of that number, and the sharding of every leaf.
+        bound: what a rank has, and the microbatch.
+        costs: of each layer, the loss with the last.
+
+    Raises:
+        CompositionError: no split fits, or the bound does not say the sizes of the microbatch.
+    """
+    sizes = best_split(costs, plan.placement, _need(plan, bound), int(bound.bytes))
+    names = [layer.name for layer in plan.model.layers]
+    return tuple(tuple(names[a:b]) for a, b in pairwise((0, *accumulate(sizes))))
+
+
+def check_fit(plan: Plan, bound: MemoryBound) -> None:
+    """Raise CompositionError for a finished plan with a rank that has no room for its stages."""
+    needs = rank_memory(plan, fields_of(plan, bound.batch, bound.dtype), bound.dtype, bound.slots)
+    pp, most = max(enumerate(needs), key=lambda entry: entry[1].total)
+    if most.total > bound.bytes:
+        stages = ", ".join(f"stage {s} ({' '.join(plan.stages[s])})" for s in plan.stages_on(pp))
+        raise CompositionError(
+            f"{plan.mesh}: the ranks at pp={pp} with {stages} need {gigabytes(most.total)}, of which activations "
+            f"{gigabytes(most.activations)}, but have {gigabytes(int(bound.bytes))}. Leave split out, so that the layers are "
+            "cut to fit, or give such a rank fewer layers."
+        )
+
+
+def fields_of(plan: Plan, batch: Mapping[str, Sequence[int]] | None, dtype: torch.dtype) -> Fields:
+    """Shape and dtype of each field of a microbatch of these shapes; by default one row of the sizes that the model declares.
+
+    Raises:
+        CompositionError: other fields than the model's, or sizes that neither the shapes nor the model say.
+    """
+    known = plan.model.batch or {}
+    if batch is None:
+        if any(None in given.shape[1:] for given in known.values()):
+            raise CompositionError(
+                "MemoryBound(batch=None): the model leaves sizes of its batch open, by which the activations go. Give the "
+                "shape of each field of a microbatch, such as batch={'tokens': (4, 1024), 'labels': (4, 1024)}."
+            )
+        batch = {name: (1, *(size or 1 for size in given.shape[1:])) for name, given in known.items()}
+    if set(batch) != set(known):
+        raise CompositionError(
+            f"MemoryBound(batch=...): the model takes the fields {sorted(known)}, but shapes are given for {sorted(batch)}."
+        )
+    kinds = {name: dtype if given.dtype.is_floating_point else given.dtype for name, given in known.items()}
+    return {name: (tuple(batch[name]), kinds[name]) for name in known}
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """One leaf: its bytes on a rank with gradient and state, and the layers that read it, in order."""
+
+    size: int
+    readers: tuple[int, ...]
+
+
+def _need(plan: Plan, bound: MemoryBound) -> Need:
+    """Bytes of a stage of some layers."""
+    traced = plan.trace(fields_of(plan, bound.batch, bound.dtype), bound.dtype).layers
+    names = [layer.name for layer in plan.model.layers]
+    kept = [traced[name].saved for name in names]
+    kept[-1] += traced[LOSS].saved
+    leaves = _leaves(plan, bound)
+    single = [0] * len(names)
+    for leaf in leaves:
+        if len(leaf.readers) == 1:
+            single[leaf.readers[0]] += leaf.size
+    tied = [leaf for leaf in leaves if len(leaf.readers) > 1]
+    saved, held = [0, *accumulate(kept)], [0, *accumulate(single)]
+    live, where = live_microbatches(plan.timetable), plan.placement
+
+    def need(stage: int, start: int, end: int) -> int:
+        again = stage > 0 and where[stage] == where[0]
+        shared = sum(
+            leaf.size
+            for leaf in tied
+            if any(start <= at < end for at in leaf.readers) and not (again and leaf.readers[0] == 0)
+        )
+        return held[end] - held[start] + shared + live[stage] * (saved[end] - saved[start])
+
+    return need
+
+
+def _leaves(plan: Plan, bound: MemoryBound) -> list[_Leaf]:
+    last = len(plan.model.layers) - 1
+    readers: dict[str, set[int]] = {path: set() for path in plan.specs}
+    for i, layer in enumerate(plan.model.all_layers):
+        for path in layer.paths:
+            readers[path].add(min(i, last))
+    return [
+        _Leaf(sum(held_bytes(plan, [path], bound.dtype, bound.slots)), tuple(sorted(at)))
+        for path, at in readers.items()
+    ]

@@ -1,0 +1,161 @@
+"""What each stage and each pipeline rank of a plan needs in memory: parameters, gradients, the optimizer's state, and what
+its layers keep for backward. Everything is counted in a trace; nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from functional_par.errors import CompositionError
+from functional_par.optim.base import Optimizer, slot_dtype
+from functional_par.pipeline.schedule import Schedule
+
+if TYPE_CHECKING:
+    from functional_par.plan import Fields, Plan
+
+SLOTS = 2
+"""Tensors that AdamW keeps for each leaf."""
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """How much memory each rank has for its stages, for ``stage_pp(memory=...)``.
+
+    Attributes:
+        bytes: for parameters, gradients, optimizer state and activations together.
+        batch: shape of each field of a microbatch; by default one row of the sizes that the model declares.
+        dtype: of parameters and activations.
+        slots: tensors that the optimizer keeps for each leaf; AdamW has two.
+
+    Raises:
+        CompositionError: a bound that is not positive, or a negative number of slots.
+    """
+
+    bytes: float
+    batch: Mapping[str, Sequence[int]] | None = None
+    dtype: torch.dtype = torch.float32
+    slots: int = SLOTS
+
+    def __post_init__(self) -> None:
+        if (
+            isinstance(self.bytes, bool)
+            or not isinstance(self.bytes, (int, float))
+            or not 0 < self.bytes < float("inf")
+        ):
+            raise CompositionError(
+                f"MemoryBound(bytes={self.bytes!r}): it is a positive number of bytes a rank, such as 16e9."
+            )
+        if isinstance(self.slots, bool) or not isinstance(self.slots, int) or self.slots < 0:
+            raise CompositionError(f"MemoryBound(slots={self.slots!r}): it is a number of tensors a leaf, such as 2.")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one stage, or of one pipeline rank with all its stages.
+
+    Attributes:
+        parameters, gradients, state: of the leaves it holds, each once; gradients and the optimizer's state are float32 or
+            float64.
+        saved: what its layers keep for the backward of one microbatch.
+        live: microbatches whose forward has run and whose backward has not ended, at most.
+        activations: what is kept at most at a time.
+    """
+
+    parameters: int
+    gradients: int
+    state: int
+    saved: int
+    live: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.state + self.activations
+
+
+def stage_memory(
+    plan: Plan,
+    batch: Fields | None = None,
+    dtype: torch.dtype = torch.float32,
+    optimizer: Optimizer | int = SLOTS,
+    saved: Mapping[str, int] | None = None,
+) -> tuple[Memory, ...]:
+    """Bytes of each stage, in order, on one rank. A leaf that two stages of a rank share counts for both.
+
+    Args:
+        plan: a finished plan.
+        batch: shape and dtype of each field of a microbatch; by default one row of the sizes that the model declares.
+        dtype: of parameters and activations.
+        optimizer: the optimizer, or how many tensors it keeps for each leaf.
+        saved: bytes that each layer keeps for the backward of one such microbatch, as ``fp.measure`` finds them; by default
+            as counted in the trace, that is without the fast kernels.
+    """
+    kept = _saved(plan, batch, dtype, saved)
+    peaks = live_microbatches(plan.timetable)
+    slots = optimizer if isinstance(optimizer, int) else len(optimizer.slots)
+    result = []
+    for stage, live in enumerate(peaks):
+        own = sum(kept[layer.name] for layer in plan.stage_layers(stage))
+        result.append(Memory(*held_bytes(plan, plan.stage_leaves(stage), dtype, slots), own, live, own * live))
+    return tuple(result)
+
+
+def rank_memory(
+    plan: Plan,
+    batch: Fields | None = None,
+    dtype: torch.dtype = torch.float32,
+    optimizer: Optimizer | int = SLOTS,
+    saved: Mapping[str, int] | None = None,
+) -> tuple[Memory, ...]:
+    """Bytes of a rank at each pp coordinate: its leaves once, and the most that its stages keep at one time."""
+    kept = _saved(plan, batch, dtype, saved)
+    slots = optimizer if isinstance(optimizer, int) else len(optimizer.slots)
+    own = [sum(kept[layer.name] for layer in plan.stage_layers(stage)) for stage in range(len(plan.stages))]
+    result = []
+    for pp, row in enumerate(plan.timetable.rows):
+        live, most = _peak(row, [1] * len(own)), _peak(row, own)
+        mine = sum(own[stage] for stage in plan.stages_on(pp))
+        result.append(Memory(*held_bytes(plan, plan.held(pp), dtype, slots), mine, live, most))
+    return tuple(result)
+
+
+def held_bytes(plan: Plan, paths: Iterable[str], dtype: torch.dtype, slots: int) -> tuple[int, int, int]:
+    """Bytes of parameters, gradients and optimizer state of some leaves on one rank."""
+    held, trained = 0, 0
+    for path in paths:
+        spec = plan.specs[path]
+        elements = prod(spec.local_shape(plan.mesh))
+        held += elements
+        trained += elements if spec.trainable else 0
+    wide = slot_dtype(dtype).itemsize
+    return held * dtype.itemsize, trained * wide, trained * wide * slots
+
+
+def live_microbatches(schedule: Schedule) -> tuple[int, ...]:
+    """For each stage the largest number of microbatches whose forward has run and whose backward has not ended. Where it is
+    split it ends with the weights' half."""
+    return tuple(
+        max((_peak(row, [int(s == stage) for s in range(schedule.stages)]) for row in schedule.rows), default=0)
+        for stage in range(schedule.stages)
+    )
+
+
+def _peak(row: Sequence[object], weights: Sequence[int]) -> int:
+    """The most that is alive at a time on one rank, if a microbatch of a stage weighs so much."""
+    now = most = 0
+    for action in row:
+        change = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
+        now += change * weights[action.stage]
+        most = max(most, now)
+    return most
+
+
+def _saved(plan: Plan, batch: Fields | None, dtype: torch.dtype, saved: Mapping[str, int] | None) -> Mapping[str, int]:
+    if saved is not None:
+        return saved
+    return {name: layer.saved for name, layer in plan.trace(batch, dtype).layers.items()}
