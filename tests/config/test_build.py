@@ -107,10 +107,9 @@ def test_a_schedule_has_the_names_that_people_know_it_by(given, engine):
 
 
 def test_stages_on_each_rank_reach_the_plan():
-    parallelism = {"pp": 2, "pp_engine": "interleaved", "pp_chunks": 2, "stage_layers": [1, 1, 1, 1]}
-    given = config(parallelism=parallelism)
+    given = config({**GPT, "n_layers": 6}, parallelism={"pp": 2, "pp_engine": "interleaved", "pp_chunks": 3})
     plan = given.program().plan(given.mesh())
-    assert (len(plan.stages), plan.schedule) == (4, "interleaved")
+    assert (len(plan.stages), plan.schedule) == (6, "interleaved")
 
 
 def test_a_schedule_may_be_a_file(tmp_path):

@@ -16,6 +16,7 @@ STEPS = (
 PIPELINE = ("tests/pipeline", "tests/properties/test_schedules.py", "tests/test_step.py")
 SHARDS = ("tests/test_restore.py", "tests/properties/test_maps.py", "tests/test_shards.py")
 MAPS = ("tests/maps", "tests/transforms/test_own.py")
+PICTURES = ("tests/report",)
 
 
 @dataclass(frozen=True)
@@ -414,5 +415,41 @@ MUTANTS = (
         '        elif name == "sum":\n            partial.add(axis)',
         '        elif name == "sum":\n            pass',
         MAPS,
+    ),
+    # Pictures and files of schedules
+    Mutant(
+        "pictures: time starts when the clock does, not when the run does",
+        "report/gantt.py",
+        "(time - timeline.start) * scale",
+        "time * scale",
+        PICTURES,
+    ),
+    Mutant(
+        "traces: milliseconds for microseconds",
+        "report/chrome_trace.py",
+        "_MICRO = 1e6",
+        "_MICRO = 1e3",
+        PICTURES,
+    ),
+    Mutant(
+        "traces: the step after the one that is asked for",
+        "report/step_trace.py",
+        "or step != logging.trace_step",
+        "or step != logging.trace_step + 1",
+        PICTURES,
+    ),
+    Mutant(
+        "traces: copies of a rank need not have done the same",
+        "report/replay.py",
+        "if rows[first] != row:",
+        "if sorted(rows[first]) != sorted(row):",
+        PICTURES,
+    ),
+    Mutant(
+        "configuration: the stages of a rank do not reach the plan",
+        "config/build.py",
+        "chunks=p.pp_chunks",
+        "chunks=None",
+        ("tests/config",),
     ),
 )
