@@ -41,7 +41,7 @@ def traced(world: World, config: Config, step: int) -> Iterator[Recording | None
         write_trace(
             logging.trace_file,
             timeline,
-            schedule=Path(engine).stem if engine.endswith(".csv") else engine,
+            schedule=Path(engine).name,
             pp=world.mesh.pp,
             microbatches=config.microbatches,
             labels=row_labels(world.mesh),

@@ -82,6 +82,16 @@ def test_the_metrics_file_has_one_object_a_step(example, book, tmp_path):
     assert [json.loads(line) for line in path.read_text().splitlines()] == history
 
 
+def test_a_run_draws_the_step_that_it_traced(example, book, tmp_path, capsys):
+    path, layout = str(tmp_path / "t.json"), ["--pp", "2", "--microbatches", "2", "--pp-engine", "ZBVZeroBubble"]
+    example.main(["--config-file", ONE, "--text", book, "--steps", "2", "--trace-file", path, *layout])
+    capsys.readouterr()
+    functional_par.__main__.main(["schedule", "--trace", path])
+    out = capsys.readouterr().out
+    assert out.startswith("zbv, measured: 2 ranks, 4 stages, 2 microbatches\n\nrank 0: pp 0  ")
+    assert "with the mean times of each stage" in out
+
+
 def test_print_groups_shows_the_mesh_and_stops(example, capsys, tmp_path):
     path = tmp_path / "m.jsonl"
     assert example.main(["--config-file", ONE, "--cp", "2", "--print-groups", "--metrics-file", str(path)]) == []
