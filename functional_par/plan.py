@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import RLock
@@ -37,11 +37,13 @@ class Plan:
         model: the model with ties applied: one leaf a tied set.
         specs: leaf path to sharding annotation, for the leaves of ``model``.
         aliases: tied path to the path that stands for it.
-        costs: work of each layer's forward on one row, in floating-point operations; the loss is one of them.
+        costs: work of each layer's forward on one row, in floating-point operations, or as ``stage_pp`` was told; the loss is
+            one of them.
         stages: names of the layers of each pipeline stage; the loss belongs to the last.
         placement: the pp coordinate of the ranks that run each stage; several stages may be on one.
         schedule, microbatches: how the pipeline runs: the schedule's name, and pieces of each replica's share of the batch.
         given: the user's own schedule, else None.
+        cut: makes the stages when everything else is known, if they depend on it; None once they are there.
         mode, async_comm: how tensor-parallel layers communicate.
         active: the axes that some transform uses.
         data_axes: the axes along which the batch is split, in mesh order.
@@ -54,12 +56,13 @@ class Plan:
     model: Model
     specs: Mapping[str, Spec]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    costs: Mapping[str, int] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
     stages: tuple[tuple[str, ...], ...] = ()
     placement: tuple[int, ...] = (0,)
     schedule: str = "1f1b"
     microbatches: int = 1
     given: Schedule | None = None
+    cut: Callable[[Plan], tuple[tuple[str, ...], ...]] | None = field(default=None, compare=False)
     mode: TensorParallelMode = TensorParallelMode.ALL_REDUCE
     async_comm: bool = False
     active: frozenset[str] = frozenset()
@@ -74,7 +77,7 @@ class Plan:
         object.__setattr__(self, "_traces", {})
 
     @classmethod
-    def start(cls, model: Model, mesh: Mesh, costs: Mapping[str, int]) -> Plan:
+    def start(cls, model: Model, mesh: Mesh, costs: Mapping[str, float]) -> Plan:
         """The plan of the plain function: every leaf whole, one stage, nothing owed."""
         specs = {
             path: Spec(path, leaf.shape, leaf.names, (None,) * len(leaf.shape), trainable=leaf.trainable)
@@ -185,6 +188,8 @@ class Plan:
     def finish(self) -> Plan:
         """Give every leaf its stages and its debts; raises what only the whole plan reveals."""
         self._check_axes()
+        if self.cut is not None:
+            self = replace(self, stages=self.cut(self), cut=None)
         owners = self._owners()
         staged = replace(self, specs={p: replace(spec, owners=owners[p]) for p, spec in self.specs.items()})
         debts = staged.trace().debts

@@ -25,6 +25,7 @@ from functional_par.pipeline.buffers import Buffers
 from functional_par.pipeline.execute import Executor
 from functional_par.pipeline.part import Part, check_agreement, lanes, make_part
 from functional_par.pipeline.recording import Recording
+from functional_par.pipeline.whole import check_whole
 from functional_par.plan import Plan
 from functional_par.random import Key
 from functional_par.reduce import Gradients, buckets, groups
@@ -65,6 +66,7 @@ class Step:
         poison: bool = False,
     ) -> None:
         check_options(optimizer, dtype, clip, norm)
+        check_whole(plan)
         self.plan, self.world, self.optimizer = plan, world, optimizer
         self.clip, self.norm, self.donate, self.dtype = clip, norm, donate, dtype
         self.engine = find_engine(engine)

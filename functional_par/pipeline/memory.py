@@ -13,6 +13,7 @@ import torch
 
 from functional_par.errors import CompositionError
 from functional_par.optim.base import Optimizer, slot_dtype
+from functional_par.pipeline.live import peaks
 from functional_par.pipeline.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -116,11 +117,11 @@ def rank_memory(
     kept = _saved(plan, batch, dtype, saved)
     slots = optimizer if isinstance(optimizer, int) else len(optimizer.slots)
     own = [sum(kept[layer.name] for layer in plan.stage_layers(stage)) for stage in range(len(plan.stages))]
+    lives, most = peaks(plan.timetable), peaks(plan.timetable, own)
     result = []
-    for pp, row in enumerate(plan.timetable.rows):
-        live, most = _peak(row, [1] * len(own)), _peak(row, own)
+    for pp in range(plan.mesh.pp):
         mine = sum(own[stage] for stage in plan.stages_on(pp))
-        result.append(Memory(*held_bytes(plan, plan.held(pp), dtype, slots), mine, live, most))
+        result.append(Memory(*held_bytes(plan, plan.held(pp), dtype, slots), mine, lives[pp], most[pp]))
     return tuple(result)
 
 
@@ -139,20 +140,8 @@ def held_bytes(plan: Plan, paths: Iterable[str], dtype: torch.dtype, slots: int)
 def live_microbatches(schedule: Schedule) -> tuple[int, ...]:
     """For each stage the largest number of microbatches whose forward has run and whose backward has not ended. Where it is
     split it ends with the weights' half."""
-    return tuple(
-        max((_peak(row, [int(s == stage) for s in range(schedule.stages)]) for row in schedule.rows), default=0)
-        for stage in range(schedule.stages)
-    )
-
-
-def _peak(row: Sequence[object], weights: Sequence[int]) -> int:
-    """The most that is alive at a time on one rank, if a microbatch of a stage weighs so much."""
-    now = most = 0
-    for action in row:
-        change = {"F": 1, "B": -1, "W": -1}.get(action.kind, 0)
-        now += change * weights[action.stage]
-        most = max(most, now)
-    return most
+    stages = range(schedule.stages)
+    return tuple(max(peaks(schedule, [int(other == stage) for other in stages])) for stage in stages)
 
 
 def _saved(plan: Plan, batch: Fields | None, dtype: torch.dtype, saved: Mapping[str, int] | None) -> Mapping[str, int]:

@@ -70,15 +70,6 @@ def whole_numbers(costs: Sequence[float]) -> list[int]:
     return [round(cost / top * 1_000_000_000) for cost in costs]
 
 
-def split_by_cost(costs: Sequence[int], stages: int) -> tuple[int, ...]:
-    """``best_split`` with one stage a rank.
-
-    >>> split_by_cost([0, 4, 4, 4, 4, 3], 2)
-    (3, 3)
-    """
-    return best_split(costs, range(stages))
-
-
 @dataclass(frozen=True)
 class _Problem:
     """What is minimised: ``load`` of ranks and stages; ``rest`` is a lower bound of the load of all layers from one on."""

@@ -5,7 +5,7 @@ from functional_par.transforms.dp_reduce import DPReduce, dp_reduce
 from functional_par.transforms.own import OwnMap, on_local_gradients, on_reduced_gradients, on_updates
 from functional_par.transforms.reparam import Reparam, reparam
 from functional_par.transforms.shard_tp import ShardTP, shard_tp
-from functional_par.transforms.stage_pp import StagePP, split_by_cost, stage_pp
+from functional_par.transforms.stage_pp import StagePP, stage_pp
 from functional_par.transforms.tie import Tie, tie
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "on_updates",
     "reparam",
     "shard_tp",
-    "split_by_cost",
     "stage_pp",
     "tie",
 ]

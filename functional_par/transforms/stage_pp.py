@@ -4,16 +4,22 @@ across ranks owes. At run time ``functional_par.pipeline`` runs the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from math import isfinite
 from typing import Any
 
 from functional_par.errors import CompositionError
 from functional_par.model import LOSS
+from functional_par.pipeline.by_hand import Split, check_form, sizes_of
+from functional_par.pipeline.fit import check_fit, fitting_stages
+from functional_par.pipeline.layer_costs import LayerCosts
+from functional_par.pipeline.memory import MemoryBound
 from functional_par.pipeline.schedule import Schedule
 from functional_par.pipeline.schedule_file import read_schedule
 from functional_par.pipeline.schedules import canonical, chunks_of, make_schedule
+from functional_par.pipeline.split import best_split, whole_numbers
 from functional_par.pipeline.verify import verify
 from functional_par.plan import Plan
 from functional_par.transforms.base import Transform
@@ -28,22 +34,21 @@ class StagePP(Transform):
 
     schedule: str | Schedule | Maker
     microbatches: int
-    split: tuple[int, ...] | None
+    split: tuple[int, ...] | tuple[tuple[str, ...], ...] | None
     chunks: int | None
+    costs: Mapping[str, float] | None = None
+    memory: MemoryBound | None = None
 
     def __call__(self, plan: Plan) -> Plan:
         schedule, placement, given = self._schedule(plan.mesh.pp)
+        plan = plan if self.costs is None else replace(plan, costs=_checked(self.costs, plan))
         names = [layer.name for layer in plan.source.layers]
-        by_hand = self.split is not None and plan.mesh.pp > 1
-        sizes = self.split if self.split and by_hand else split_by_cost(_costs(plan, names), len(placement))
-        if len(sizes) != len(placement) or sum(sizes) != len(names):
-            raise CompositionError(
-                f"stage_pp(split={list(sizes)}): {len(sizes)} stages with {sum(sizes)} layers in all, but {plan.mesh} has "
-                f"pp={plan.mesh.pp} with {len(placement)} stages under {schedule}, and the model has {len(names)} layers "
-                f"({', '.join(names)}). Give a number of layers for each stage, {len(names)} in all."
-            )
-        bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-        stages = tuple(tuple(names[a:b]) for a, b in pairwise(bounds))
+        if self._by_hand(plan):
+            asked = f"{plan.mesh} has pp={plan.mesh.pp} with {len(placement)} stages under {schedule}"
+            sizes = sizes_of(self.split or (), names, len(placement), asked)
+        else:
+            sizes = best_split(_costs(plan, names), placement)
+        stages = tuple(tuple(names[a:b]) for a, b in pairwise((0, *accumulate(sizes))))
         return replace(
             plan,
             stages=stages,
@@ -51,7 +56,23 @@ class StagePP(Transform):
             schedule=schedule,
             microbatches=self.microbatches,
             given=given,
+            cut=self._cut(plan),
         ).use("pp")
+
+    def check(self, plan: Plan) -> None:
+        """Every rank has room for its stages."""
+        if self.memory is not None and plan.mesh.pp > 1:
+            check_fit(plan, self.memory)
+
+    def _by_hand(self, plan: Plan) -> bool:
+        return self.split is not None and plan.mesh.pp > 1
+
+    def _cut(self, plan: Plan) -> Callable[[Plan], tuple[tuple[str, ...], ...]] | None:
+        """What makes the stages once the sharding of every leaf is known, if they depend on it."""
+        bound = self.memory
+        if bound is None or self._by_hand(plan) or plan.mesh.pp == 1:
+            return None
+        return lambda whole: fitting_stages(whole, bound, _costs(whole, [layer.name for layer in whole.source.layers]))
 
     def _schedule(self, ranks: int) -> tuple[str, tuple[int, ...], Schedule | None]:
         """Name and placement of the stages, and the user's own schedule if it is one."""
@@ -87,8 +108,10 @@ class StagePP(Transform):
 def stage_pp(
     schedule: str | Schedule | Maker = "1f1b",
     microbatches: int = 1,
-    split: Sequence[int] | None = None,
+    split: Split | None = None,
     chunks: int | None = None,
+    costs: LayerCosts | Mapping[str, float] | None = None,
+    memory: MemoryBound | float | None = None,
 ) -> StagePP:
     """Cut the list of layers into pipeline stages.
 
@@ -99,9 +122,14 @@ def stage_pp(
             that is for more ranks is replaced by plain accumulation.
         microbatches: how many pieces each replica's share of the batch is cut into; any number of at least 1, also fewer
             than there are stages. With one stage this is gradient accumulation.
-        split: how many layers each stage gets, embedding and head included; by default the split whose slowest stage is
-            fastest, by counted operations. Used when pp > 1.
+        split: the layers of each stage, embedding and head included: their number (``[3, 2]``), or their names as ``explain``
+            prints them (``["embed block0-1", "block2 head"]``); by default the split whose slowest rank is fastest by
+            ``costs``. Used when pp > 1.
         chunks: stages on each rank, for schedules that have several (``interleaved``: 2 if left out).
+        costs: work of each layer and of the loss, in any unit: from ``fp.measure``, or numbers by name; by default counted
+            operations of the forward.
+        memory: bytes that each rank has for its stages, or an ``fp.MemoryBound`` that says more. Splits that need more are
+            not taken. Used when pp > 1.
 
     Raises:
         CompositionError: fewer than one microbatch, more stages than layers, or a split that does not fit the model.
@@ -123,41 +151,27 @@ def stage_pp(
         )
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise CompositionError(f"stage_pp(microbatches={microbatches!r}): it is an integer of at least 1.")
-    if split is not None and not isinstance(split, Sequence):
-        raise CompositionError(f"stage_pp(split={split!r}): it is a list with the number of layers of each stage.")
-    if split is not None and any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in split):
+    split = None if split is None else check_form(split)
+    costs = costs.total if isinstance(costs, LayerCosts) else costs
+    bound = memory if memory is None or isinstance(memory, MemoryBound) else MemoryBound(memory)
+    return StagePP(schedule, microbatches, split, chunks, costs, bound)
+
+
+def _checked(costs: Mapping[str, float], plan: Plan) -> Mapping[str, float]:
+    """The costs of all layers, in the model's order."""
+    names = [layer.name for layer in plan.source.all_layers]
+    if different := [name for name in (*names, *costs) if (name in costs) != (name in names)]:
         raise CompositionError(
-            f"stage_pp(split={list(split)}): each stage gets an integer number of layers, at least 1."
+            f"stage_pp(costs=...): costs are of the layers {', '.join(costs)}, but the model has {', '.join(names)}; they "
+            f"differ in {', '.join(different)}. Give a number for each layer and for the loss."
         )
-    return StagePP(schedule, microbatches, None if split is None else tuple(split), chunks)
-
-
-def split_by_cost(costs: Sequence[int], stages: int) -> tuple[int, ...]:
-    """Number of consecutive layers for each stage such that the most expensive stage is cheapest; at least one a stage.
-
-    Exact, by dynamic programming over (stages, layers). Among equal splits the first stages get fewer layers.
-
-    >>> split_by_cost([0, 4, 4, 4, 4, 3], 2)
-    (3, 3)
-    """
-    n = len(costs)
-    if stages > n:
-        raise CompositionError(
-            f"{stages} pipeline stages, but the model has only {n} layers. Use a pp (times chunks) of at most {n}."
-        )
-    before = [sum(costs[:i]) for i in range(n + 1)]
-    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(0, 0): (0, ())}
-    for stage in range(1, stages + 1):
-        for end in range(stage, n - (stages - stage) + 1):
-            best[stage, end] = min(
-                (max(best[stage - 1, start][0], before[end] - before[start]), (*best[stage - 1, start][1], end - start))
-                for start in range(stage - 1, end)
-                if (stage - 1, start) in best
-            )
-    return best[stages, n][1]
+    for name, cost in costs.items():
+        if isinstance(cost, bool) or not isinstance(cost, (int, float)) or not isfinite(cost) or cost < 0:
+            raise CompositionError(f"stage_pp(costs={{{name!r}: {cost!r}}}): a cost is a finite number of at least 0.")
+    return {name: costs[name] for name in names}
 
 
 def _costs(plan: Plan, names: list[str]) -> list[int]:
-    """Cost of each layer, the loss counted with the last."""
-    costs: Mapping[str, int] = plan.costs
-    return [costs.get(name, 0) + (costs.get(LOSS, 0) if name == names[-1] else 0) for name in names]
+    """Cost of each layer in integers, the loss counted with the last."""
+    costs: Mapping[str, float] = plan.costs
+    return whole_numbers([costs.get(n, 0) + (costs.get(LOSS, 0) if n == names[-1] else 0) for n in names])

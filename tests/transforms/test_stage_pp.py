@@ -3,54 +3,23 @@
 from __future__ import annotations
 
 import re
-from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
 import functional_par as fp
 from functional_par import CompositionError, Mesh, ScheduleError
-from functional_par.transforms import split_by_cost
+from functional_par.pipeline.measure import measure
+from functional_par.pipeline.memory import MemoryBound, rank_memory
 
+from .. import oracle
 from ..toys import odd, small_gpt
-
-
-def brute_force(costs, stages):
-    """Cost of the slowest stage of the best of all splits."""
-    n = len(costs)
-    best = None
-    for cuts in combinations(range(1, n), stages - 1):
-        bounds = (0, *cuts, n)
-        slowest = max(sum(costs[a:b]) for a, b in pairwise(bounds))
-        best = slowest if best is None else min(best, slowest)
-    return best
-
-
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
-def test_the_slowest_stage_is_as_fast_as_that_of_the_best_split(costs, data):
-    stages = data.draw(st.integers(1, len(costs)))
-    sizes = split_by_cost(costs, stages)
-    assert len(sizes) == stages
-    assert sum(sizes) == len(costs)
-    assert min(sizes) >= 1
-    bounds = [sum(sizes[:i]) for i in range(stages + 1)]
-    assert max(sum(costs[a:b]) for a, b in pairwise(bounds)) == brute_force(costs, stages)
-
-
-def test_among_equal_splits_the_first_stages_get_fewer_layers():
-    assert split_by_cost([0, 0, 0, 0], 2) == (1, 3)
-    assert split_by_cost([0, 4, 4, 4, 4, 3], 2) == (3, 3)
-    assert split_by_cost([5], 1) == (1,)
 
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(
-        CompositionError, match=r"3 pipeline stages, but the model has only 2 layers\. Use a pp \(times chunks\) of at most 2\."
-    ):
-        split_by_cost([1, 1], 3)
-    with pytest.raises(
-        CompositionError, match=r"8 pipeline stages, but the model has only 4 layers\. Use a pp \(times chunks\) of at most 4\."
+        CompositionError,
+        match=r"8 pipeline stages, but the model has only 4 layers\. Use a pp \(times chunks\) of at most 4\.",
     ):
         fp.compose(fp.stage_pp())(small_gpt(blocks=2)).plan(Mesh(pp=8))
 
@@ -65,16 +34,122 @@ def test_stages_hold_every_layer_once_in_order(pp):
     assert plan.stage_layers(pp - 1)[-1] is plan.model.loss
 
 
-def test_seven_blocks_lie_evenly_on_two_stages_with_the_head_counted():
+def test_seven_blocks_lie_evenly_on_two_stages_with_head_and_loss_counted():
     plan = fp.compose(fp.stage_pp())(fp.models.gpt(512, 16, 7, 4, 16)).plan(Mesh(pp=2))
-    cost = [sum(plan.costs[name] for name in names) for names in plan.stages]
-    cost[1] += plan.costs["loss"]
-    assert max(cost) == brute_force([*list(plan.costs.values())[:-2], plan.costs["head"] + plan.costs["loss"]], 2)
+    costs = list(plan.costs.values())
+    costs = [*costs[:-2], costs[-2] + costs[-1]]
+    slowest = min(max(sum(costs[:cut]), sum(costs[cut:])) for cut in range(1, len(costs)))
+    assert max(sum(plan.costs[layer.name] for layer in plan.stage_layers(stage)) for stage in range(2)) == slowest
+
+
+def test_the_balance_that_was_measured_of_eight_blocks_and_a_large_head():
+    plan = fp.compose(fp.stage_pp())(fp.models.llama(8192, 512, 8, 8, 256, d_ff=1376)).plan(Mesh(pp=2))
+    assert plan.stages[1] == ("block5", "block6", "block7", "head")
+
+
+def test_with_two_chunks_the_load_of_a_rank_is_what_is_evened():
+    plan = fp.compose(fp.stage_pp("interleaved", microbatches=2))(small_gpt(blocks=6)).plan(Mesh(pp=2))
+    assert plan.placement == (0, 1, 0, 1)
+    work = [sum(plan.costs[layer.name] for layer in plan.layers_on(pp)) for pp in range(2)]
+    assert max(work) - min(work) <= max(plan.costs.values())
 
 
 def test_a_split_by_hand_is_kept():
     plan = fp.compose(fp.stage_pp(split=[1, 1, 2]))(small_gpt()).plan(Mesh(pp=3))
     assert plan.stages == (("embed",), ("block0",), ("block1", "head"))
+
+
+def test_a_split_by_names_is_kept_as_explain_prints_it():
+    split = ["embed", "block0-1", "block2 block3", ["head"]]
+    plan = fp.compose(fp.stage_pp(split=split))(small_gpt(blocks=4)).plan(Mesh(pp=4))
+    assert plan.stages == (("embed",), ("block0", "block1"), ("block2", "block3"), ("head",))
+
+
+def test_a_name_that_no_layer_has_is_refused_when_the_plan_is_made():
+    program = fp.compose(fp.stage_pp(split=["embed block0", "blok1 head"]))(small_gpt())
+    with pytest.raises(CompositionError, match=re.escape("stage 1 names 'blok1', which is no layer. Is it 'block1'?")):
+        program.plan(Mesh(pp=2))
+
+
+def test_costs_that_are_given_move_the_cut():
+    costs = {"embed": 0, "block0": 1, "block1": 1, "head": 0.5, "loss": 9.5}
+    plan = fp.compose(fp.stage_pp(costs=costs))(small_gpt()).plan(Mesh(pp=2))
+    assert plan.stages == (("embed", "block0", "block1"), ("head",))
+    assert plan.costs == costs
+
+
+def test_a_program_cut_by_measured_costs_trains_as_one_process_does():
+    model, batch = small_gpt(blocks=3), oracle.token_batch(13, 4, 4)
+    costs = measure(model, {"tokens": (2, 4), "labels": (2, 4)}, torch.float64, rounds=1)
+    program = fp.compose(fp.stage_pp("interleaved", microbatches=2, costs=costs))(model)
+    plan = program.plan(Mesh(pp=2))
+    assert plan.costs == costs.total
+    oracle.equal_runs(oracle.train_on(program, Mesh(pp=2), [batch] * 2).run, oracle.train(model, [batch] * 2))
+
+
+@pytest.mark.parametrize(
+    ("costs", "words"),
+    [
+        (
+            {"embed": 1},
+            "costs are of the layers embed, but the model has embed, block0, block1, head, loss; they differ in b",
+        ),
+        (
+            dict.fromkeys(["embed", "block0", "block1", "head", "loss", "x"], 1),
+            "they differ in x. Give a number for each",
+        ),
+        (
+            dict.fromkeys(["embed", "block0", "block1", "head", "loss"], -1),
+            "stage_pp(costs={'embed': -1}): a cost is a finite number of at least 0.",
+        ),
+    ],
+    ids=["missing", "unknown", "negative"],
+)
+def test_costs_are_numbers_for_all_layers(costs, words):
+    with pytest.raises(CompositionError, match=re.escape(words)):
+        fp.compose(fp.stage_pp(costs=costs))(small_gpt())
+
+
+BATCH = {"tokens": (2, 4), "labels": (2, 4)}
+
+
+def test_with_a_bound_of_memory_a_rank_gets_no_more_than_fits():
+    model = fp.models.gpt(64, 8, 6, 4, 4, d_ff=8)  # a large embedding at one end, a large head at the other
+
+    def plan(**options):
+        transforms = (fp.stage_pp(microbatches=4, **options), fp.shard_tp())
+        return fp.compose(*transforms)(model).plan(Mesh(pp=4, tp=2))
+
+    def most(plan):
+        shapes = {name: (shape, torch.int64) for name, shape in BATCH.items()}
+        return max(memory.total for memory in rank_memory(plan, shapes))
+
+    free = plan()
+    bound = most(free) - 1
+    tight = plan(memory=MemoryBound(bound, BATCH))
+    assert tight.stages != free.stages
+    assert most(tight) <= bound
+    assert [name for names in tight.stages for name in names] == [layer.name for layer in model.layers]
+    assert plan(memory=MemoryBound(10 * bound, BATCH)).stages == free.stages
+    with pytest.raises(
+        CompositionError, match=r"no split of 8 layers on 4 stages fits into 0.000001 GB a rank: the one"
+    ):
+        plan(memory=1000)
+    with pytest.raises(
+        CompositionError, match=r"the ranks at pp=0 with stage 0 \(embed block0 block1\) need [0-9.]+ GB"
+    ):
+        plan(memory=MemoryBound(1000, BATCH), split=[3, 2, 2, 1])
+
+
+def test_a_bound_of_memory_needs_the_sizes_of_the_batch():
+    with pytest.raises(
+        CompositionError, match=re.escape("MemoryBound(batch=None): the model leaves sizes of its batch open")
+    ):
+        fp.compose(fp.stage_pp(memory=1e9))(odd()).plan(Mesh(pp=2))
+    with pytest.raises(
+        CompositionError, match=re.escape("MemoryBound(batch=...): the model takes the fields ['labels'")
+    ):
+        fp.compose(fp.stage_pp(memory=MemoryBound(1e9, {"tokens": (1, 4)})))(odd()).plan(Mesh(pp=2))
 
 
 def test_a_split_by_hand_is_not_used_without_pp():
@@ -109,7 +184,7 @@ def test_a_split_is_a_list():
     with pytest.raises(
         CompositionError, match=re.escape("stage_pp(split=3): it is a list with the number of layers of each")
     ):
-        fp.stage_pp(split=3)
+        fp.stage_pp(split=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("microbatches", [0, -1, 1.0, True, "2", None])
