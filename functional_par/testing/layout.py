@@ -9,6 +9,7 @@ from functional_par.errors import CompositionError, ModelError, TraceError
 from functional_par.mesh import Mesh
 from functional_par.model import Model
 from functional_par.par import TensorParallelMode
+from functional_par.pipeline.schedules import chunks_of
 from functional_par.plan import Plan
 from functional_par.program import Program, compose
 from functional_par.transforms import DPReduce, ShardTP, StagePP, Transform, dp_reduce, shard_tp, stage_pp, tie
@@ -21,7 +22,7 @@ class Layout:
     Attributes:
         mesh: sizes of the axes.
         mode, async_comm: of ``shard_tp``.
-        schedule, microbatches, split: of ``stage_pp``.
+        schedule, microbatches, split, chunks: of ``stage_pp``.
         ties: names of leaves that are made one, by ``tie``. Unlike all else they change the function.
         engine: of ``program.step``.
 
@@ -42,6 +43,7 @@ class Layout:
     split: tuple[int, ...] | None = None
     ties: tuple[tuple[str, ...], ...] = ()
     engine: str = "func"
+    chunks: int | None = None
 
     def __repr__(self) -> str:
         shown = (f.name for f in fields(self) if f.name != "mesh" and getattr(self, f.name) != f.default)
@@ -56,6 +58,11 @@ class Layout:
         """Of how many rows a global batch is a multiple: replicas times microbatches."""
         return self.mesh.ep * self.mesh.dp * self.microbatches
 
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages."""
+        return self.mesh.pp * chunks_of(self.schedule, self.chunks)
+
     def transforms(self, *others: Transform) -> tuple[Transform, ...]:
         """The transforms of this layout, and ``others``. A ``shard_tp`` among the others says which dims are cut; of a
         ``stage_pp`` or a ``dp_reduce`` the layout has its own."""
@@ -63,7 +70,7 @@ class Layout:
         shard = replace(given, mode=TensorParallelMode.parse(self.mode), async_comm=self.async_comm)
         kept = [other for other in others if not isinstance(other, (ShardTP, StagePP, DPReduce))]
         ties = [tie(*names) for names in self.ties]
-        return (*ties, *kept, shard, stage_pp(self.schedule, self.microbatches, self.split), dp_reduce())
+        return (*ties, *kept, shard, stage_pp(self.schedule, self.microbatches, self.split, self.chunks), dp_reduce())
 
     def program(self, model: Model, *others: Transform) -> Program:
         """The model in this layout; raises what ``compose`` raises."""

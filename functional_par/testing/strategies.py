@@ -14,9 +14,10 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from functional_par import models as language
+from functional_par.errors import ScheduleError
 from functional_par.mesh import AXES, Mesh
 from functional_par.model import Model
-from functional_par.pipeline.old_schedules import schedule_names
+from functional_par.pipeline.schedules import chunks_of, schedule_names
 from functional_par.program import Program
 from functional_par.spec import Debt, Spec
 from functional_par.testing.batch import Sample, ignores_labels
@@ -44,9 +45,20 @@ def modes() -> SearchStrategy[str]:
     return st.sampled_from(MODES)
 
 
-def schedules() -> SearchStrategy[str]:
-    """Names of pipeline schedules."""
-    return st.sampled_from(sorted(schedule_names()))
+def schedules(ranks: int = 1, layers: int | None = None) -> SearchStrategy[tuple[str, int | None]]:
+    """Names of pipeline schedules and how many stages each rank has under them (None for those that have their own), such
+    that ``layers`` are enough for all stages."""
+    found = [(name, chunks) for name in schedule_names() for chunks in _choices(name)]
+    return st.sampled_from([(n, c) for n, c in found if layers is None or ranks * chunks_of(n, c) <= layers])
+
+
+def _choices(name: str) -> tuple[int | None, ...]:
+    """Numbers of chunks that a schedule may be given."""
+    try:
+        chunks_of(name, 3)
+    except ScheduleError:
+        return (None,)
+    return (1, 2, 3)
 
 
 def splits(layers: int, stages: int) -> SearchStrategy[tuple[int, ...] | None]:
@@ -120,13 +132,16 @@ def _layouts(
     admits: Callable[[Layout], bool],
 ) -> Layout:
     mesh = draw(st.sampled_from(among))
+    schedule, chunks = draw(schedules(mesh.pp, len(model.layers)))
+    stages = mesh.pp * chunks_of(schedule, chunks)
     layout = Layout(
         mesh,
         draw(st.sampled_from(modes)),
         async_comm=draw(st.booleans()),
-        schedule=draw(schedules()),
+        schedule=schedule,
+        chunks=chunks,
         microbatches=draw(st.integers(1, max_microbatches)),
-        split=draw(splits(len(model.layers), mesh.pp)) if mesh.pp > 1 else None,
+        split=draw(splits(len(model.layers), stages)) if mesh.pp > 1 else None,
         engine=draw(st.sampled_from(["func", "tape"])),
     )
     # The largest tp of at most the drawn one that the sizes admit; of one rank, any mode.

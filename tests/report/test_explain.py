@@ -54,7 +54,7 @@ def test_every_leaf_is_in_one_row_with_its_spec_and_what_it_owes(mesh: fp.Mesh) 
             leaf = plan.specs[path]
             assert (spec, shape, stages) == (
                 str(leaf),
-                *(" ".join(map(str, v)) for v in (leaf.local_shape(mesh), leaf.stages)),
+                *(" ".join(map(str, v)) for v in (leaf.local_shape(mesh), plan.readers[path])),
             )
             owed = [debt.axis for debt in leaf.owes if getattr(mesh, debt.axis) > 1]
             assert sorted(word.split("[")[0] for word in owes.split()) == (sorted(owed) or ["nothing"])

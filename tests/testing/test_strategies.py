@@ -37,7 +37,10 @@ def test_meshes_are_no_larger_than_asked_along_no_other_axis(mesh):
 
 @pytest.mark.parametrize(
     ("strategy", "all_of_it"),
-    [(strategies.modes(), {"ALL_REDUCE", "REDUCE_SCATTER"}), (strategies.schedules(), {"afab", "1f1b"})],
+    [
+        (strategies.modes(), {"ALL_REDUCE", "REDUCE_SCATTER"}),
+        (strategies.schedules(), {("afab", None), ("zbv", None), ("interleaved", 3)}),
+    ],
     ids=["modes", "schedules"],
 )
 def test_names_are_those_of_the_library(strategy, all_of_it):
@@ -113,6 +116,7 @@ LAYOUTS = {
     "sequences split": lambda layout: layout.mode == "REDUCE_SCATTER" and layout.mesh.tp == 2,
     "overlapping": lambda layout: layout.async_comm and layout.mesh.tp > 1,
     "ep and dp": lambda layout: layout.mesh.ep == layout.mesh.dp == 2,
+    "a schedule with several stages a rank": lambda layout: layout.stages > layout.mesh.pp > 1,
     "the other engine": lambda layout: layout.engine == "tape",
     "all axes but one": lambda layout: layout.mesh == fp.Mesh(pp=2, tp=2),
 }
