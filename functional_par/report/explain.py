@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
 from functional_par.plan import Plan
 from functional_par.reduce import Bucket, buckets
 from functional_par.report.memory import held_by
+from functional_par.report.stages import stages
+from functional_par.report.text import braces, ranges, size, table
 from functional_par.spec import Debt, Spec
 
 BYTES = 4
@@ -27,7 +28,7 @@ class Explanation:
     plan: Plan
 
     def __str__(self) -> str:
-        parts = [_header(self.plan), _stages(self.plan), _leaves(self.plan), _buckets(self.plan)]
+        parts = [_header(self.plan), stages(self.plan), _leaves(self.plan), _buckets(self.plan)]
         return "\n\n".join(part for part in parts if part)
 
 
@@ -59,22 +60,6 @@ def _header(plan: Plan) -> str:
         acts = sum(spec.trainable and each.acts_on(path) for path, spec in plan.specs.items())
         lines.append(f"own map           {each.name}, leaves: {acts}")
     return "\n".join(lines)
-
-
-def _read(plan: Plan, stage: int) -> int:
-    return sum(prod(plan.specs[path].local_shape(plan.mesh)) for path in plan.stage_leaves(stage))
-
-
-def _stages(plan: Plan) -> str:
-    total = sum(plan.costs.values()) or 1
-    rows = [("stage", "layers", "parameters a rank", "work", "ranks")]
-    for stage, names in enumerate(plan.stages):
-        work = sum(cost for name, cost in plan.costs.items() if plan.stage_of[name] == stage)
-        members = [rank for rank in range(plan.mesh.size) if plan.mesh.coords(rank).pp == plan.placement[stage]]
-        rows.append(
-            (str(stage), collapse(names), f"{_read(plan, stage):,}", f"{100 * work / total:.0f}%", ranges(members))
-        )
-    return table(rows)
 
 
 def _leaves(plan: Plan) -> str:
@@ -137,76 +122,3 @@ def _buckets(plan: Plan) -> str:
         sets = "  ".join("{" + ranges(bucket.ranks) + "}" for bucket in group[:8]) + ("  ..." if len(group) > 8 else "")
         rows.append((label, str(len(paths)), size(group[0].elements(plan) * BYTES), sets))
     return table(rows)
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Left-aligned columns with a line under the head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
-
-
-def collapse(names: Iterable[str]) -> str:
-    """Names that differ in their first number alone, as one.
-
-    >>> collapse(["embed", "block0", "block1", "block2"])
-    'embed block0-2'
-    """
-    grouped: dict[tuple[str, str], list[int]] = {}
-    for name in names:
-        match = re.match(r"(\D*)(\d+)(.*)", name)
-        before, number, after = match.groups() if match else (name, "-1", "")
-        grouped.setdefault((before, after), []).append(int(number))
-    return " ".join(f"{a}{ranges(n) if n[0] >= 0 else ''}{b}" for (a, b), n in grouped.items())
-
-
-def braces(paths: Sequence[str]) -> list[str]:
-    """Dotted paths with those that differ in one component alone as one, the last components first.
-
-    >>> braces(["blocks.0.attn.q", "blocks.0.attn.k", "blocks.1.attn.q", "blocks.1.attn.k", "norm"])
-    ['blocks.0-1.attn.{q,k}', 'norm']
-    """
-    split = [tuple(path.split(".")) for path in paths]
-    for place in range(max(map(len, split))):
-        merged: dict[tuple[str, ...], list[str]] = {}
-        for parts in split:
-            at = len(parts) - 1 - place
-            key = (*parts[:at], "", *parts[at + 1 :]) if at >= 0 else parts
-            merged.setdefault(key, []).append(parts[at] if at >= 0 else "")
-        split = [tuple(part or _either(options) for part in key) for key, options in merged.items()]
-    return [".".join(parts) for parts in split]
-
-
-def _either(options: Sequence[str]) -> str:
-    if len(options) == 1:
-        return options[0]
-    if all(option.isdigit() for option in options):
-        return ranges([int(option) for option in options])
-    return "{" + ",".join(options) + "}"
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Numbers with runs written as ranges.
-
-    >>> ranges([0, 1, 2, 5])
-    '0-2,5'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def size(number: int) -> str:
-    """Bytes for people, in powers of 1000.
-
-    >>> size(4096), size(134_000_000)
-    ('4.1 kB', '134.0 MB')
-    """
-    if number < 1000:
-        return f"{number} B"
-    power = min(4, (len(str(number)) - 1) // 3)
-    return f"{number / 1000**power:.1f} {'kMGT'[power - 1]}B"

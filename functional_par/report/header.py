@@ -7,7 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from functional_par.config import Config
+from functional_par.pipeline.fit import fields_of
+from functional_par.pipeline.memory import stage_memory
 from functional_par.plan import Plan
+from functional_par.report.stages import activations, held_by_state, share
+from functional_par.report.text import size
 
 if TYPE_CHECKING:
     from functional_par.data import Corpus
@@ -19,7 +23,7 @@ def header(config: Config, plan: Plan, corpus: Corpus | None = None, backend: st
         ("model", _model(config, plan)),
         ("ranks", f"{plan.mesh} = {plan.mesh.size}" + (f", {backend}" if backend else "")),
         ("tensor", _tensor(plan)),
-        *_stages(plan),
+        *_stages(config, plan),
         ("batch", _batch(config)),
         ("optimizer", _optimizer(config)),
     ]
@@ -46,11 +50,17 @@ def _tensor(plan: Plan) -> str:
     return f"tp={plan.mesh.tp}" + (f", {plan.mode.value}{how}" if plan.mesh.tp > 1 else "")
 
 
-def _stages(plan: Plan) -> Iterator[tuple[str, str]]:
-    for stage, layers in enumerate(plan.stages):
+def _stages(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
+    shape = (config.batch.micro_size, config.seq_len)
+    fields = fields_of(plan, dict.fromkeys(plan.model.batch or {}, shape), config.dtype)
+    memories = stage_memory(plan, fields, config.dtype, config.optimizer())
+    for stage, (layers, memory) in enumerate(zip(plan.stages, memories, strict=True)):
         count = sum(math.prod(plan.specs[path].shape) for path in plan.stage_leaves(stage))
         names = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
         text = f"{names} ({_count(len(layers), 'layer')}, {count:,} parameters)"
+        if len(plan.stages) > 1:
+            text += f", {100 * share(plan, stage):.0f}% of the work"
+        text += f", {size(held_by_state(memory))} of state + {activations(memory)} of activations a rank"
         yield f"stage {stage}", text + (f", {plan.schedule}" if stage == 0 and len(plan.stages) > 1 else "")
 
 

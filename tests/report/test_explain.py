@@ -8,7 +8,7 @@ import pytest
 import functional_par as fp
 from functional_par.plan import Plan
 from functional_par.reduce import buckets
-from functional_par.report.explain import braces, collapse, ranges, size
+from functional_par.report.text import braces, collapse, ranges, size
 
 MESHES = [fp.Mesh(), fp.Mesh(dp=2), fp.Mesh(tp=2), fp.Mesh(pp=2), fp.Mesh(dp=2, pp=2, tp=2)]
 

@@ -6,8 +6,11 @@ import torch
 
 import functional_par as fp
 from functional_par.config.flags import Options
+from functional_par.pipeline.memory import stage_memory
 from functional_par.report import header
 from functional_par.report.prepare import default_backend, prepare
+from functional_par.report.stages import share
+from functional_par.report.text import size
 
 
 def config(**changes):
@@ -32,8 +35,12 @@ def test_the_header_says_what_runs_where(corpus):
     assert "Mesh(pp=2, dp=2, tp=2) = 8, threads" in text
     assert "REDUCE_SCATTER, async" in text
     assert "tied: head.weight = embed.weight" in text
-    assert "stage 0" in text
-    assert "stage 1" in text
+    plan = given.program().plan(given.mesh())
+    batch = dict.fromkeys(("tokens", "labels"), ((2, 8), torch.int64))
+    for stage, memory in enumerate(stage_memory(plan, batch, optimizer=given.optimizer())):
+        state, kept = memory.parameters + memory.gradients + memory.state, f"{memory.live} * {size(memory.saved)}"
+        work = f"{100 * share(plan, stage):.0f}% of the work, {size(state)} of state + {kept} of activations a rank"
+        assert work in next(line for line in text.split("\n") if line.startswith(f"stage {stage} "))
     assert "8 sequences of 8 = 64 tokens a step (2 replicas * 2 microbatches * 2), 5 steps" in text
     assert "every byte: 256 tokens, unigram entropy 5.545 nats" in text
     assert "adamW, learning rate 0.0003, 2 steps of warm-up, linear to 0, clip 1.0, seed 0" in text

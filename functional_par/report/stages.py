@@ -1,0 +1,66 @@
+"""The stages of a pipeline for people: their ranks and layers, what each computes, and what it needs in memory."""
+
+from __future__ import annotations
+
+from math import prod
+
+from functional_par.pipeline.memory import SLOTS, Memory, rank_memory, stage_memory
+from functional_par.plan import Plan
+from functional_par.report.text import collapse, ranges, size, table
+
+
+def stages(plan: Plan) -> str:
+    """A table with a row for each stage, and what its numbers are."""
+    rows = [("stage", "layers", "parameters a rank", "work", "state", "activations", "ranks")]
+    for stage, (names, memory) in enumerate(zip(plan.stages, stage_memory(plan), strict=True)):
+        held = sum(prod(plan.specs[path].local_shape(plan.mesh)) for path in plan.stage_leaves(stage))
+        ranks = [rank for rank in range(plan.mesh.size) if plan.mesh.coords(rank).pp == plan.placement[stage]]
+        rows.append(
+            (
+                str(stage),
+                collapse(names),
+                f"{held:,}",
+                f"{100 * share(plan, stage):.0f}%",
+                size(held_by_state(memory)),
+                activations(memory),
+                ranges(ranks),
+            )
+        )
+    return f"{table(rows)}\n\n{_legend(plan)}"
+
+
+def share(plan: Plan, stage: int) -> float:
+    """A stage's part of all work."""
+    total = sum(plan.costs.values()) or 1
+    return sum(plan.costs.get(layer.name, 0) for layer in plan.stage_layers(stage)) / total
+
+
+def held_by_state(memory: Memory) -> int:
+    """Bytes that are there from step to step."""
+    return memory.parameters + memory.gradients + memory.state
+
+
+def activations(memory: Memory) -> str:
+    """How often and how much."""
+    return f"{memory.live} * {size(memory.saved)}"
+
+
+def _legend(plan: Plan) -> str:
+    fields = ", ".join(f"{name} {' '.join(map(str, shape))}" for name, (shape, _) in plan.example().items())
+    lines = [
+        f"state: parameters, gradients and {SLOTS} moments of an optimizer, in float32. activations: microbatches alive at a",
+        f"time * what the layers keep for backward of one with {fields}; fast kernels keep less.",
+    ]
+    if len(plan.stages) > plan.mesh.pp:
+        lines += [_rank(plan, pp, memory) for pp, memory in enumerate(rank_memory(plan))]
+    return "\n".join(lines)
+
+
+def _rank(plan: Plan, pp: int, memory: Memory) -> str:
+    """What a rank with several stages has in all."""
+    own = plan.stages_on(pp)
+    work = 100 * sum(share(plan, stage) for stage in own)
+    return (
+        f"ranks at pp={pp}: stages {ranges(own)}, {work:.0f}% of the work, state {size(held_by_state(memory))}, activations at "
+        f"most {size(memory.activations)}"
+    )
