@@ -171,7 +171,7 @@ class World(ABC):
         """Create groups for these sets of ranks. Every rank of the world calls it with the same sets in the same
         order, also for sets it is not in. A set that exists already is shared. Sets of one rank are allowed."""
 
-    def connect(self, lanes: Iterable[tuple[int, int]]) -> None:
+    def connect(self, lanes: Iterable[tuple[int, int]]) -> None:  # noqa: B027  (nothing is a fine implementation)
         """Make ready for messages between pairs (source, target) of ranks. Every rank of the world calls it with the same
         pairs in the same order. Most backends have nothing to do."""
 

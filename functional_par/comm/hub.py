@@ -108,7 +108,8 @@ class Hub:
                 with self.lock:
                     self._deadlock(rank, f"after {self._timeout:g} s without progress")
             if self._failure is not None:
-                raise self._failure.for_rank(rank, f"{named(gate.missing)} in {what}" if gate.missing else "")
+                doing = f", during {self.records[rank].doing}" if self.records[rank].doing else ""
+                raise self._failure.for_rank(rank, f"{named(gate.missing)} in {what}{doing}" if gate.missing else "")
 
     def finish(self, rank: int) -> None:
         """Note that ``rank`` has returned from its main function."""

@@ -197,8 +197,8 @@ class _Running:
                 raise CommError(
                     f"rank {self._world.rank}: {self._call} with {named(self._call.peers)} did not complete{doing}: {error}"
                 ) from error
-            finally:
-                self._world.waits = None
+            # Left as it is by an error: the report of this rank says where it was.
+            self._world.waits = None
             self._value = self._finish()
             self._works.clear()
             del self._finish

@@ -29,7 +29,7 @@ def test_a_collective_that_does_not_complete_names_the_rank_the_call_and_the_cau
     )
     with pytest.raises(CommError, match=re.escape(message)):
         running.wait()
-    assert world.waits is None
+    assert world.waits is call
 
 
 def test_a_message_on_nccl_between_stages_that_are_no_neighbours_names_the_fix():

@@ -327,7 +327,8 @@ MUTANTS = (
         "backwards of AFAB in the order of a stack",
         "pipeline/makers.py",
         'return Schedule("afab", looped_bfs(ranks, microbatches, 1).rows)',
-        'return Schedule("afab", tuple(r[: len(r) // 2] + r[: len(r) // 2 - 1 : -1] for r in looped_bfs(ranks, microbatches, 1).rows))',
+        'return Schedule("afab", tuple(r[:len(r) // 2] + r[:len(r) // 2 - 1:-1] for r in '
+        "looped_bfs(ranks, microbatches, 1).rows))",
         PIPELINE,
     ),
     Mutant(

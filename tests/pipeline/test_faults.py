@@ -1,0 +1,96 @@
+"""A rank that raises, is killed or stops answering in the middle of a schedule ends the others, who say what they were at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import functional_par as fp
+from functional_par import CommError, DeadlockError, Mesh, RankFailedError
+
+from .faulty import STAGES, Fault, raises, step_of
+
+WAITS = {
+    0: "rank 1 in recv over pp of float64[1, 3] (gradients of microbatch 0 from stage 1 to stage 0)",
+    2: "rank 1 in recv over pp of float64[1, 3] (activations of microbatch 2 from stage 1 to stage 2)",
+}
+"""What the others wait for when stage 1 does not get through its forward of microbatch 2."""
+DURING = {0: "during backward of microbatch 1 on stage 0", 2: "during forward of microbatch 2 on stage 2"}
+
+
+def run(happens, timeout):
+    """What each rank raised, and what the run did."""
+    told = {}
+
+    def main(world):
+        try:
+            step_of(world, happens)
+        except Exception as error:
+            told[world.rank] = error
+            raise
+
+    with pytest.raises((Fault, CommError)) as caught:
+        fp.run(main, Mesh(pp=STAGES), backend="threads", timeout=timeout)
+    return told, caught.value
+
+
+def test_a_layer_that_raises_ends_the_other_threads_and_each_says_what_it_was_waiting_for():
+    start = time.monotonic()
+    told, error = run(raises, 30.0)
+    assert time.monotonic() - start < 10
+    assert isinstance(error, Fault)
+    for rank in (0, 2):
+        assert isinstance(told[rank], RankFailedError)
+        assert "rank 1 failed: Fault: a layer gave up" in str(told[rank])
+    assert WAITS[2] in str(told[2])
+    assert DURING[2] in str(told[2])
+
+
+def test_a_thread_that_does_not_answer_is_told_after_the_timeout_with_a_line_for_every_rank():
+    release = threading.Event()
+    try:
+        _, error = run(lambda: release.wait(60.0), 1.0)
+    finally:
+        release.set()
+    assert isinstance(error, DeadlockError)
+    lines = str(error).splitlines()
+    assert "after 1 s without progress" in lines[0]
+    assert "rank 1: is computing" in lines[2]
+    assert "during forward of microbatch 2 on stage 1" in lines[2]
+    assert WAITS[2] in lines[3]
+    assert DURING[2] in lines[3]
+    assert "waits for rank 1 in recv over pp of float64[1, 3] (gradients of microbatch" in lines[1]
+
+
+@pytest.mark.parametrize("kind", ["raises", "killed", "stopped"])
+def test_processes_end_within_the_timeout_and_say_what_they_were_waiting_for(kind):
+    start = time.monotonic()
+    done = subprocess.Popen(
+        [sys.executable, "-m", "tests.pipeline.faulty", kind],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        # A stopped process keeps its end of the pipe open: read until the others have said what they have to say.
+        lines, seen = [], ""
+        while (
+            "microbatch 2 from stage 1 to stage 2" not in seen
+            or "during forward of microbatch 2 on stage 2" not in seen
+        ):
+            line = done.stdout.readline()
+            assert line, seen
+            assert time.monotonic() - start < 60
+            lines.append(line)
+            seen = "".join(lines)
+    finally:
+        subprocess.run(["pkill", "-KILL", "-s", str(done.pid)], check=False)
+        done.communicate()
+    assert "during forward of microbatch 2 on stage 2" in seen
+    if kind == "raises":
+        assert "a layer gave up" in seen
