@@ -6,11 +6,15 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 import functional_par as fp
+from functional_par import tree
 from functional_par.errors import CompositionError
 from functional_par.pipeline.whole import check_whole
+from functional_par.step import Step
 
+from .. import oracle
 from ..toys import odd, small_gpt
 
 
@@ -109,3 +113,58 @@ def test_gradients_that_no_rank_reduces_are_refused_with_both_numbers(monkeypatc
     words = "the ranks together have 239 gradients, but the model has 245 trainable elements; they differ in scale."
     with pytest.raises(CompositionError, match=re.escape(words)):
         check_whole(plan)
+
+
+def tower(layers):
+    """A list of small layers, each with a weight of its own; one is without."""
+
+    def first(p, batch, par):
+        return torch.tanh(batch["x"] @ p)
+
+    def middle(p, x, par):
+        return torch.tanh(x @ p) + x
+
+    def bare(p, x, par):
+        return x * 0.5
+
+    weights = {f"w{i}": fp.Param((3, 3), "out in", fp.init.normal(0.4)) for i in range(layers) if i != 2}
+    named = [(f"layer{i}", f"w{i}", middle if i else first) if i != 2 else ("layer2", [], bare) for i in range(layers)]
+    batch = {"x": fp.Input((None, 3), torch.float64), "y": fp.Input((None, 3), torch.float64)}
+    return fp.Model(
+        weights, named, lambda p, x, par: ((x - par.batch["y"]).square().sum(), torch.tensor(len(x))), batch
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "schedule", "chunks"),
+    [
+        (30, 4, "1f1b", None),
+        (7, 2, "1f1b", None),
+        (5, 4, "afab", None),
+        (31, 4, "interleaved", 3),
+        (30, 4, "zbv", None),
+    ],
+)
+def test_thirty_layers_on_four_stages_train_thirty_layers(layers, pp, schedule, chunks):
+    model = tower(layers)
+    generator = torch.Generator().manual_seed(0)
+    batch = {name: torch.randn(8, 3, generator=generator, dtype=torch.float64) for name in ("x", "y")}
+    program = fp.compose(fp.stage_pp(schedule, microbatches=4, chunks=chunks))(model)
+    ranks = oracle.train_on(program, fp.Mesh(pp=pp), [batch])
+    oracle.equal_runs(ranks.run, oracle.train(model, [batch]))
+    before = tree.flatten(model.init(0, torch.float64))
+    assert len(ranks.run.weights) == layers - 1
+    assert all((ranks.run.weights[path] != x).any() for path, x in before.items())
+
+
+def test_a_step_of_a_plan_that_lost_a_layer_is_not_built():
+    program = fp.compose(fp.stage_pp(microbatches=2))(tower(5))
+    plan = program.plan(fp.Mesh(pp=2))
+    broken = replace(plan, stages=(plan.stages[0], plan.stages[1][:-1]))
+
+    def main(world):
+        with pytest.raises(CompositionError, match="5 layers, but its 2 stages run 4: on no stage: layer4"):
+            Step(broken, world, oracle.adamw())
+        return True
+
+    assert fp.run(main, fp.Mesh(pp=2), backend="threads") == [True, True]
