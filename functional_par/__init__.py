@@ -26,6 +26,9 @@ from functional_par.maps.leaf import Leaf
 from functional_par.mesh import Mesh
 from functional_par.model import Input, Layer, Model
 from functional_par.par import Par, TensorParallelLinearMode, TensorParallelMode
+from functional_par.pipeline.layer_costs import LayerCosts
+from functional_par.pipeline.measure import measure
+from functional_par.pipeline.memory import MemoryBound
 from functional_par.plan import Plan
 from functional_par.program import Program, compose
 from functional_par.run import run
@@ -54,7 +57,9 @@ __all__ = [
     "Debt",
     "Input",
     "Layer",
+    "LayerCosts",
     "Leaf",
+    "MemoryBound",
     "Mesh",
     "MeshError",
     "MismatchError",
@@ -83,6 +88,7 @@ __all__ = [
     "data",
     "dp_reduce",
     "init",
+    "measure",
     "models",
     "nn",
     "on_local_gradients",
