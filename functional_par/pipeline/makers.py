@@ -50,11 +50,9 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     groups = -(-microbatches // ranks)
     rows = []
     for rank in range(ranks):
-        stages = range(rank, ranks * chunks, ranks)
-        forwards = [stage for stage in stages for _ in range(ranks)] * groups
-        backwards = [stage for stage in reversed(stages) for _ in range(ranks)] * groups
         away = ranks - rank - 1
-        rows.append(_alternating(forwards, backwards, away if chunks == 1 else 2 * away + (chunks - 1) * ranks))
+        warm_up = away if chunks == 1 else 2 * away + (chunks - 1) * ranks
+        rows.append(_alternating(*_in_groups(ranks, rank, groups, chunks), warm_up))
     return _cut("interleaved", rows, microbatches)
 
 
@@ -74,8 +72,8 @@ def looped_bfs(ranks: int, microbatches: int, chunks: int) -> Schedule:
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """1F1B with the backward in two, the second part in the bubbles (ZB-H1 of arXiv 2401.10241). At most p activations are
-    alive, and ``(p - 1) (T_F + T_I - T_W)`` of idle time are left on each rank: with unit costs ``3 m + p - 1`` in all, if m is
-    at least p.
+    alive. If m is at least p, and W takes no longer than F and I, each rank is idle for ``(p - 1) (F + I - W)``, a third of
+    1F1B's if all three are equal: ``3 m + p - 1`` in all for unit costs.
 
     >>> print(zb_h1(2, 3))
     0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
@@ -85,10 +83,14 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
 
 def interleaved_zb(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """``interleaved`` with the backward in two. At most ``v p`` activations are alive. With unit costs it takes
-    ``3 v m + p - 1`` if p divides m.
+    """``interleaved`` with the backward in two (ZB1P over chunks). At most ``v p`` activations are alive. With unit costs it
+    takes ``3 v m + p - 1`` if p divides m: as many forwards first as 1F1B has, and on each rank as many weight-backwards put
+    off as there are ranks before it. Other numbers of microbatches are scheduled greedily, and take a few units more.
     """
-    return greedy([*range(ranks)] * chunks, microbatches, live=chunks * ranks, name="interleaved-zb")
+    if chunks > 1 and microbatches % ranks:
+        return greedy([*range(ranks)] * chunks, microbatches, live=chunks * ranks, name="interleaved-zb")
+    groups = -(-microbatches // ranks)
+    return _cut("interleaved-zb", [_halved(ranks, groups, chunks, rank) for rank in range(ranks)], microbatches)
 
 
 def zbv(ranks: int, microbatches: int) -> Schedule:
@@ -127,6 +129,24 @@ def _dual(ranks: int, rank: int, microbatches: int) -> Iterator[Step]:
     yield from (("I", stage) for stage in last[behind:])
     yield from [("W", a), ("I", a)] * away
     yield from [("W", a)] * behind
+
+
+def _in_groups(ranks: int, rank: int, groups: int, chunks: int) -> tuple[list[int], list[int]]:
+    """The stages of a rank's forwards and of its backwards: as many microbatches as ranks through one after the other."""
+    stages = range(rank, ranks * chunks, ranks)
+    forwards = [stage for stage in stages for _ in range(ranks)]
+    return forwards * groups, forwards[::-1] * groups
+
+
+def _halved(ranks: int, groups: int, chunks: int, rank: int) -> Row:
+    """A forward and an input-backward in turn, after some forwards; weight-backwards follow ``rank`` input-backwards later."""
+    forwards, backwards = _in_groups(ranks, rank, groups, chunks)
+    warm_up = chunks * ranks - rank - 1
+    steps = [("F", stage) for stage in forwards[:warm_up]]
+    for at, stage in enumerate(backwards):
+        steps += [("F", later) for later in forwards[warm_up + at : warm_up + at + 1]]
+        steps += [("I", stage), *[("W", stage)] * (at >= rank)]
+    return _numbered([*steps, *[("W", rank)] * rank])
 
 
 def _alternating(forwards: Sequence[int], backwards: Sequence[int], warm_up: int) -> Row:

@@ -48,9 +48,10 @@ def test_idle_cells_communication_and_overlaps_of_torch_are_read(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    "cell", ["0X0", "F0", "0F", "0F0;1B0", "(0F0;0Q1)OVERLAP_F_B", "(0F0)", "-1F0", "0SEND0", "9" * 5000 + "F0"]
-)
+WRONG = ("0X0", "F0", "0F", "0F0;1B0", "(0F0;0Q1)OVERLAP_F_B", "(0F0)", "-1F0", "0SEND0", f"{'9' * 5000}F0")
+
+
+@pytest.mark.parametrize("cell", WRONG, ids=range(len(WRONG)))
 def test_a_wrong_cell_is_named_with_its_row_and_column(cell, tmp_path):
     path = tmp_path / "wrong.csv"
     path.write_text(f"0F0,0B0\n1F0,,{cell}\n")
