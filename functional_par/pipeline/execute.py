@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -86,8 +85,10 @@ class Executor:
             for message in task.posts:
                 self._posted[message] = self._receive(message)
             taken = {message: self._take(message) for message in task.takes}
-            with record.during("forward" if task.action.kind == "F" else "backward"), self._span(task.action):
+            self.recording.begin(task.action, self.world.device)
+            with record.during("forward" if task.action.kind == "F" else "backward"):
                 steps[task.action.kind](task, taken)
+            self.recording.end(task.action, self.world.device)
         record.doing = ""  # left as it is by an error: the report of this rank says where it was
         return [self.losses[microbatch] for microbatch in sorted(self.losses)]
 
@@ -195,12 +196,6 @@ class Executor:
 
     def _finish(self, live: Live) -> None:
         self.buffers.give_back(live.buffers)
-
-    @contextmanager
-    def _span(self, action: Action) -> Iterator[None]:
-        start = self.recording.now(self.world.device)
-        yield
-        self.recording.add(action, start, self.recording.now(self.world.device))
 
 
 @dataclass(frozen=True)

@@ -26,23 +26,21 @@ class Recording:
     def __init__(self, times: bool = False) -> None:
         self.times, self.peak = times, 0
         self.spans: list[tuple[Action, float, float]] = []
+        self._began = 0.0
 
     def count(self, live: int) -> None:
         """Note how many activations are live."""
         self.peak = max(self.peak, live)
 
-    def now(self, device: torch.device) -> float:
-        """Seconds on this rank's clock, once the device has done what it was given."""
-        if not self.times:
-            return 0.0
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    def add(self, action: Action, start: float, end: float) -> None:
-        """Note that an action ran."""
+    def begin(self, action: Action, device: torch.device) -> None:
+        """Note that an action begins: all that it takes is there."""
         if self.times:
-            self.spans.append((action, start, end))
+            self._began = _now(device)
+
+    def end(self, action: Action, device: torch.device) -> None:
+        """Note that it has ended, and has handed on what it sends."""
+        if self.times:
+            self.spans.append((action, self._began, _now(device)))
 
     def timeline(self, world: World) -> Timeline:
         """The spans of all ranks of the world on one clock, that of rank 0 at its first span. Collective."""
@@ -68,6 +66,13 @@ class Recording:
         first = min((span.start for span in found), default=0.0)
         spans = tuple(Span(s.rank, s.action, s.start - first, s.end - first) for s in found)
         return Timeline(world.mesh.size, spans, "s")
+
+
+def _now(device: torch.device) -> float:
+    """Seconds on this rank's clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _offset(world: World) -> float:
