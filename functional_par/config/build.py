@@ -9,13 +9,16 @@ import torch
 
 from functional_par.config.sections import Model as ModelSection
 from functional_par.config.sections import OptimizerFactory, Parallelism, Sections
-from functional_par.errors import ConfigError, ScheduleError
+from functional_par.errors import CompositionError, ConfigError, ScheduleError
+from functional_par.pipeline.by_hand import check_form
 from functional_par.pipeline.schedules import chunks_of
 
 if TYPE_CHECKING:
+    from functional_par.config.batch import Batch
     from functional_par.data import Corpus
     from functional_par.model import Model
     from functional_par.optim import Optimizer, Schedule
+    from functional_par.pipeline.memory import MemoryBound
     from functional_par.program import Program
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -42,6 +45,10 @@ def check(sections: Sections, source: str) -> None:
 
 def _check_pipeline(p: Parallelism, source: str) -> None:
     engine, layers = p.pp_engine or ENGINE, p.stage_layers
+    try:
+        check_form(layers or ())
+    except CompositionError as error:
+        raise ConfigError(f"{source}: parallelism.stage_layers: {error}") from None
     if engine.endswith(".csv"):
         if p.pp_chunks is not None:
             raise ConfigError(
@@ -127,7 +134,7 @@ def model(sections: Sections, source: str) -> Model:
     )
 
 
-def program(sections: Sections, microbatches: int, source: str) -> Program:
+def program(sections: Sections, batch: Batch, source: str) -> Program:
     """The network under the transforms that the sections ask for."""
     from functional_par.program import compose
     from functional_par.transforms import dp_reduce, shard_tp, stage_pp, tie
@@ -137,12 +144,30 @@ def program(sections: Sections, microbatches: int, source: str) -> Program:
         raise ConfigError(f"{source}: parallelism.cp={p.cp}: context parallelism is not available yet. Set it to 1.")
     transforms = [
         shard_tp(mode=p.tp_mode or "ALL_REDUCE", async_comm=bool(p.tp_linear_async_communication)),
-        stage_pp(schedule=p.pp_engine or ENGINE, microbatches=microbatches, split=p.stage_layers, chunks=p.pp_chunks),
+        stage_pp(
+            schedule=p.pp_engine or ENGINE,
+            microbatches=batch.microbatches,
+            split=p.stage_layers,
+            chunks=p.pp_chunks,
+            memory=_memory(sections, batch, source),
+        ),
         dp_reduce(),
     ]
     if sections.model.tie:
         transforms.insert(0, tie(*TIED))
     return compose(*transforms)(model(sections, source))
+
+
+def _memory(sections: Sections, batch: Batch, source: str) -> MemoryBound | None:
+    """What a rank has for its stages, with the microbatch and the optimizer of this run."""
+    from functional_par.pipeline.memory import MemoryBound
+
+    room = sections.parallelism.stage_memory_gb
+    if room is None:
+        return None
+    shape = (batch.micro_size, sections.tokens.sequence_length)
+    fields = {"tokens": shape, "labels": shape}
+    return MemoryBound(room * 1e9, fields, DTYPES[sections.model.dtype], len(optimizer(sections, source).slots))
 
 
 def optimizer(sections: Sections, source: str) -> Optimizer:

@@ -164,7 +164,7 @@ class Config:
 
     def program(self) -> Program:
         """The network under the transforms that the file asks for. Raises whatever ``compose`` raises."""
-        return build.program(self.sections, self.microbatches, self.source)
+        return build.program(self.sections, self.batch, self.source)
 
     def optimizer(self) -> Optimizer:
         """The optimizer with its learning-rate schedule."""

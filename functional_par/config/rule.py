@@ -59,7 +59,7 @@ class Place:
 
 def strip_optional(hint: Any) -> tuple[Any, bool]:
     """``X | None`` as (X, True), anything else as (itself, False)."""
-    if get_origin(hint) in (Union, types.UnionType):
+    if get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint):
         rest = [arg for arg in get_args(hint) if arg is not type(None)]
         return rest[0], True
     return hint, False

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from collections.abc import Mapping
 from dataclasses import MISSING
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -69,6 +70,9 @@ def _typed(kind: Any, rule: Rule, value: Any, at: Place) -> Any:
             return MISSING
         items = [_typed(get_args(kind)[0], rule, item, at) for item in value]
         return MISSING if any(item is MISSING or not _in_range(rule, item) for item in items) else tuple(items)
+    if get_origin(kind) is types.UnionType:
+        found = (_typed(each, rule, value, at) for each in get_args(kind))
+        return next((item for item in found if item is not MISSING), MISSING)
     if isinstance(value, bool) is not (kind is bool):
         return MISSING
     if kind is float and isinstance(value, int | float):

@@ -55,7 +55,10 @@ class Parallelism:
         tp_linear_async_communication: overlap tensor-parallel communication with computation.
         tp_recompute_allgather: accepted; the gathered input of a layer is never stored here, as with ``true``.
         recompute_layer: recompute layers in the backward pass to save memory.
-        stage_layers: layers on each stage, in order, embedding and head included; null cuts by cost. Used when pp > 1.
+        stage_layers: layers of each stage, in order, embedding and head included: how many, or their names, such as
+            ``["embed block0-1", "block2 head"]``; null cuts by cost. Used when pp > 1.
+        stage_memory_gb: gigabytes that a rank has for its stages: parameters, gradients, optimizer state, activations. Layers
+            are cut so that they fit, or there is an error. Used when pp > 1.
     """
 
     dp: int = _ranks()
@@ -69,7 +72,8 @@ class Parallelism:
     tp_linear_async_communication: bool | None = key(False)
     tp_recompute_allgather: bool = key(True)
     recompute_layer: bool = key(False, available=(False,), why="layers cannot be recomputed")
-    stage_layers: tuple[int, ...] | None = _layers(None)
+    stage_layers: tuple[int | str, ...] | None = _layers(None)
+    stage_memory_gb: float | None = key(None, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin
 
@@ -24,6 +25,8 @@ def expected(hint: Any, rule: Rule) -> str:
         words += f", or the path of a {rule.files} file" if rule.files else ""
     elif get_origin(inner) is tuple:
         words = f"a list, each {expected(get_args(inner)[0], rule)}"
+    elif get_origin(inner) is types.UnionType:
+        words = " or ".join(expected(each, rule if each in (int, float) else Rule()) for each in get_args(inner))
     else:
         words = {int: "an integer", float: "a number", bool: "true or false", str: "a text that is not empty"}[
             inner

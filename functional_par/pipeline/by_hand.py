@@ -10,7 +10,7 @@ from typing import Any
 from functional_par.errors import CompositionError
 from functional_par.model import LOSS
 
-Split = Sequence[int] | Sequence[str | Sequence[str]]
+Split = Sequence[int | str | Sequence[str]]
 """For each stage its number of layers, or their names: a list, or one text such as ``"embed block0-3"``."""
 
 

@@ -36,6 +36,14 @@ def test_a_program_has_the_layout_of_the_file():
     assert plan.specs["embed.weight"].owners == (0, 1)
 
 
+def test_stages_may_be_named_and_may_have_a_bound_of_memory():
+    given = config(parallelism={"pp": 2, "stage_layers": ["embed", "block0-1 head"]})
+    assert [len(names) for names in given.program().plan(given.mesh()).stages] == [1, 3]
+    unequal = {"pp": 2, "stage_memory_gb": 1e-9}
+    with pytest.raises(fp.CompositionError, match=r"no split of 4 layers on 2 stages fits into 0\.000000001 GB a rank"):
+        config(parallelism=unequal).program().plan(fp.Mesh(pp=2))
+
+
 def test_an_untied_head_stays_a_leaf_of_its_own():
     given = config()
     assert "head.weight" in given.program().plan(given.mesh()).specs
@@ -125,6 +133,10 @@ def test_a_schedule_may_be_a_file(tmp_path):
         (
             {"pp_engine": "zbv", "pp_chunks": 3},
             r"x\.yaml: parallelism\.pp_chunks: schedule zbv: chunks=3, but it has 2",
+        ),
+        (
+            {"stage_layers": ["embed", 3]},
+            r"stage_layers: stage_pp\(split=\['embed', 3\]\): 3 is not a stage's layers by name",
         ),
         ({"stage_layers": [4]}, "stage_layers has 1 stages, but 1f1b on pp=2 ranks has 2. Make them equal"),
         (
