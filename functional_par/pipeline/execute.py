@@ -13,7 +13,7 @@ from functional_par.comm.base import Handle, World
 from functional_par.errors import ScheduleError
 from functional_par.pipeline.buffers import Buffers
 from functional_par.pipeline.messages import Message, Task
-from functional_par.pipeline.part import Chunk, Part
+from functional_par.pipeline.part import Carried, Chunk, Part
 from functional_par.pipeline.recording import Recording
 from functional_par.pipeline.routes import BATCH
 from functional_par.pipeline.schedule import Action
@@ -107,7 +107,7 @@ class Executor:
         if stage == self.part.last:
             self.losses[microbatch] = x[0], x[1]
         for message in task.sends:
-            self._send(message, [x[place] for _, place, _ in self.part.places(message)])
+            self._send(message, [x[each.output] for each in self._carried(message)])
         if self.gradients is None:
             self._finish(live)
 
@@ -122,7 +122,7 @@ class Executor:
         where = [place for place, grad in enumerate(chunk.before.differentiable) if grad]
         by_place = dict(zip(where, cotangents, strict=True))
         for message in task.sends:
-            self._send(message, [by_place[place] for _, _, place in self.part.places(message)])
+            self._send(message, [by_place[each.input] for each in self._carried(message)])
         if whole:
             self._finish(self.live.pop((stage, microbatch)))
 
@@ -140,8 +140,7 @@ class Executor:
         fields = pytree.tree_leaves(dict(par.batch))
         arrived: dict[int, Tensor] = {}
         for message, tensors in taken.items():
-            places = [place for _, _, place in self.part.places(message)]
-            arrived |= dict(zip(places, tensors, strict=True))
+            arrived |= {each.input: x for each, x in zip(self._carried(message), tensors, strict=True)}
             if not message.local:
                 live.buffers += tensors
         x = []
@@ -158,7 +157,8 @@ class Executor:
             return [self.scale]
         found: dict[int, Tensor] = {}
         for message, tensors in taken.items():
-            for (_, place, _), ct in zip(self.part.places(message), tensors, strict=True):
+            for each, ct in zip(self._carried(message), tensors, strict=True):
+                place = each.output
                 found[place] = found[place] + ct if place in found else ct
             if not message.local:
                 live.buffers += tensors
@@ -168,12 +168,15 @@ class Executor:
             if grad
         ]
 
+    def _carried(self, message: Message) -> tuple[Carried, ...]:
+        return self.part.carried[message.producer, message.consumer]
+
     def _receive(self, message: Message) -> list[Handle]:
         source = self.part.target[message.source]
         with self.world.record.during("forward" if message.forward else "backward"):
             return [
                 self.world.recv(leaf.shape, leaf.dtype, source, out=self.buffers.take(leaf), what=message)
-                for leaf in self.part.carried(message)
+                for _, _, leaf in self._carried(message)
             ]
 
     def _take(self, message: Message) -> list[Tensor]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from functional_par.comm.base import AllGather, World
 from functional_par.comm.checks import named
 from functional_par.errors import MismatchError
-from functional_par.pipeline.messages import Message, Task, tasks
+from functional_par.pipeline.messages import Task, tasks
 from functional_par.pipeline.routes import Routes, routes
 from functional_par.pipeline.stage import Call, Edge, loss_edge, stage_calls
 from functional_par.pipeline.verify import verify
@@ -34,6 +35,20 @@ class Chunk:
         return self.calls[-1].after
 
 
+class Carried(NamedTuple):
+    """One leaf of a message: an activation, or its cotangent.
+
+    Attributes:
+        output: its place among the outputs of the stage that made the activation.
+        input: its place among the inputs of the stage that reads it.
+        leaf: its shape and dtype.
+    """
+
+    output: int
+    input: int
+    leaf: Abstract
+
+
 @dataclass(frozen=True)
 class Part:
     """What a rank runs in every step with microbatches of one shape.
@@ -44,6 +59,7 @@ class Part:
         routes: where the leaves between stages come from.
         target: pp coordinate to world rank.
         edges: the values that leave each stage of the pipeline, those of other ranks included.
+        carried: (producer, consumer) to the leaves of a message between these stages, in order.
     """
 
     tasks: tuple[Task, ...]
@@ -51,24 +67,12 @@ class Part:
     routes: Routes
     target: tuple[int, ...]
     edges: tuple[Edge, ...]
+    carried: Mapping[tuple[int, int], tuple[Carried, ...]]
 
     @property
     def last(self) -> int:
         """The last stage, which has the loss."""
         return len(self.edges) - 1
-
-    def carried(self, message: Message) -> list[Abstract]:
-        """The leaves of a message, in order."""
-        return [self.edges[producer].leaves[place] for producer, place, _ in self.places(message)]
-
-    def places(self, message: Message) -> list[tuple[int, int, int]]:
-        """(stage that made the leaf, place among its outputs, place among the inputs of the stage that reads it) of the leaves
-        of a message: activations, or the cotangents of those that have one."""
-        first, then = sorted((message.producer, message.consumer))
-        pairs = self.routes.between(first, then)
-        if not message.forward:
-            pairs = tuple(pair for pair in pairs if self.edges[first].differentiable[pair[0]])
-        return [(first, output, place) for output, place in pairs]
 
 
 def make_part(plan: Plan, world: World, shapes: Fields, dtype: torch.dtype, *, training: bool = True) -> Part:
@@ -81,14 +85,23 @@ def make_part(plan: Plan, world: World, shapes: Fields, dtype: torch.dtype, *, t
     traced, coords = plan.trace(shapes, dtype), world.coords
     found = routes(plan, traced)
     schedule = plan.timetable if training else plan.timetable.forward_only
+    edges = tuple(_leaving(plan, traced, stage) for stage in range(len(plan.stages)))
     verify(schedule, edges=found.edges, microbatches=plan.microbatches, training=training)
     return Part(
         tasks(schedule, found.edges)[coords.pp],
         {stage: Chunk(stage_calls(plan, traced, stage)) for stage in plan.stages_on(coords.pp)},
         found,
         tuple(world.mesh.rank(**{**coords._asdict(), "pp": pp}) for pp in range(world.mesh.pp)),
-        tuple(_leaving(plan, traced, stage) for stage in range(len(plan.stages))),
+        edges,
+        {pair: leaves for first, then in found.edges for pair, leaves in _carried(found, edges[first], first, then)},
     )
+
+
+def _carried(found: Routes, edge: Edge, first: int, then: int) -> Iterator[tuple[tuple[int, int], tuple[Carried, ...]]]:
+    """What goes from one stage to a later one, and what comes back: the cotangents of what has one."""
+    leaves = tuple(Carried(output, place, edge.leaves[output]) for output, place in found.between(first, then))
+    yield (first, then), leaves
+    yield (then, first), tuple(each for each in leaves if edge.differentiable[each.output])
 
 
 def lanes(plan: Plan) -> tuple[tuple[int, int], ...]:

@@ -107,7 +107,11 @@ def test_a_part_has_the_stages_of_its_rank_and_what_each_message_carries():
 
     def main(world):
         part = make_part(plan, world, shapes, torch.float64)
-        sent = {str(m): [tuple(leaf.shape) for leaf in part.carried(m)] for task in part.tasks for m in task.sends}
+        sent = {
+            str(m): [each.leaf.shape for each in part.carried[m.producer, m.consumer]]
+            for task in part.tasks
+            for m in task.sends
+        }
         return sorted(part.chunks), sent
 
     (first, sent), (second, others) = fp.run(main, Mesh(pp=2))
