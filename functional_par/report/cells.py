@@ -39,9 +39,10 @@ def name(action: Action, chunk: int, most: int) -> str:
 
 
 def short(timeline: Timeline) -> float:
-    """A duration than which few spans are shorter: a tenth of them. What a picture is scaled by; 1 if nothing takes time."""
+    """What a picture is scaled by: a duration than which a tenth of the spans are shorter, or half of those that were
+    measured, among which there is noise; 1 if nothing takes time."""
     found = sorted(d for span in timeline.spans if (d := span.end - span.start) > 0)
-    return found[(len(found) - 1) // 10] if found else 1.0
+    return found[(len(found) - 1) // (2 if timeline.unit else 10)] if found else 1.0
 
 
 def row_names(timeline: Timeline, labels: Sequence[str] = ()) -> tuple[str, ...]:

@@ -16,12 +16,16 @@ from functional_par.pipeline.schedule import Row, Schedule
 from functional_par.pipeline.simulate import simulate
 from functional_par.pipeline.timeline import Timeline
 from functional_par.report import chrome_trace, files
-from functional_par.report.explain import table
+from functional_par.report.text import table
 from functional_par.report.gantt import gantt, legend
 from functional_par.report.picture import format_of, picture
 from functional_par.report.prepare import say
 from functional_par.report.replay import order, replay, spread
 from functional_par.report.schedule_options import Options, parse
+
+
+WIDTH = 120
+"""Columns of a measured timeline where there is no terminal. A simulated one has a natural width."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def _write(options: Options, shown: Shown) -> None:
 
 def _print(shown: Shown) -> None:
     console = Console(file=sys.stdout)
-    columns = console.width if console.is_terminal else None
+    columns = console.width if console.is_terminal else WIDTH if shown.timeline.unit else None
     colored = console.is_terminal and console.color_system is not None and not console.no_color
     text = gantt(shown.timeline, columns, shown.labels, colored)
     say(f"{shown.title}\n")
