@@ -1,6 +1,6 @@
 """functional_par: data, tensor and pipeline parallelism as composable functional transforms on torch."""
 
-from functional_par import data, init, models, nn, optim, testing
+from functional_par import data, init, models, nn, optim, pipeline, testing
 from functional_par.audit import audit
 from functional_par.comm.base import World
 from functional_par.config import Config
@@ -95,6 +95,7 @@ __all__ = [
     "on_reduced_gradients",
     "on_updates",
     "optim",
+    "pipeline",
     "reparam",
     "run",
     "shard",

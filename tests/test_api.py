@@ -50,6 +50,7 @@ PUBLIC = [
     "on_reduced_gradients",
     "on_updates",
     "optim",
+    "pipeline",
     "reparam",
     "run",
     "shard",

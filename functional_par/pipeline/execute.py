@@ -114,11 +114,12 @@ class Executor:
     def backward(self, task: Task, taken: Mapping[Message, list[Tensor]]) -> None:
         """Backward of one microbatch: the layers in reverse, each dropped as soon as it has run."""
         stage, microbatch = task.action.stage, task.action.microbatch
+        gradients = self._accumulator()
         chunk, live = self.part.chunks[stage], self.live[stage, microbatch]
         cotangents = self._cotangents(stage, chunk, taken, live)
         whole = task.action.kind == "B"
         while live.backs:
-            cotangents = live.backs.pop()(cotangents, self._gradients(), None if whole else live.later)
+            cotangents = live.backs.pop()(cotangents, gradients, None if whole else live.later)
         where = [place for place, grad in enumerate(chunk.before.differentiable) if grad]
         by_place = dict(zip(where, cotangents, strict=True))
         for message in task.sends:
@@ -128,9 +129,10 @@ class Executor:
 
     def weights(self, task: Task, taken: Mapping[Message, list[Tensor]]) -> None:
         """The weight gradients that an input-backward has left for later."""
+        gradients = self._accumulator()
         live = self.live.pop((task.action.stage, task.action.microbatch))
         for pair in live.later:
-            pair.add_to(self._gradients())
+            pair.add_to(gradients)
         self._finish(live)
 
     def _inputs(
@@ -192,7 +194,7 @@ class Executor:
         for x in owned:
             self.world.send(x, self.part.target[message.target])
 
-    def _gradients(self) -> Accumulator:
+    def _accumulator(self) -> Accumulator:
         if self.gradients is None:
             raise ScheduleError("a schedule with backwards was given where nothing takes the gradients.")
         return self.gradients

@@ -100,8 +100,9 @@ class StagePP(Transform):
             return Schedule.of(name, made)
         except (TypeError, ValueError) as error:
             raise CompositionError(
-                f"stage_pp(schedule={name}): it returned {type(made).__name__}, which is no fp.Schedule and no list of rows of "
-                f"actions ({error}). Return a list with one list of actions a rank, such as [['0F0', '0B0'], ['1F0', '1B0']]."
+                f"stage_pp(schedule={name}): it returned {type(made).__name__}, which is no fp.pipeline.Schedule and no "
+                f"list of rows of actions ({error}). Return a list with one list of actions a rank, such as [['0F0', '0B0'], ['1F0', "
+                "'1B0']]."
             ) from error
 
 
@@ -117,9 +118,9 @@ def stage_pp(
 
     Args:
         schedule: a name (``afab``, ``1f1b``, ``interleaved``, ``zb-h1``, ``zbv``, ... and what nanotron and torch call them),
-            or one of your own: a path to a CSV file as torch's pipelining writes them, an ``fp.Schedule``, or a function of
-            (ranks, microbatches) that returns one. It is proved before it runs. On a mesh with pp=1 a schedule of your own
-            that is for more ranks is replaced by plain accumulation.
+            or one of your own: a path to a CSV file as torch's pipelining writes them, an ``fp.pipeline.Schedule``, or a
+            function of (ranks, microbatches) that returns one or its rows. It is proved before it runs. On a mesh with pp=1 a
+            schedule of your own that is for more ranks is replaced by plain accumulation.
         microbatches: how many pieces each replica's share of the batch is cut into; any number of at least 1, also fewer
             than there are stages. With one stage this is gradient accumulation.
         split: the layers of each stage, embedding and head included: their number (``[3, 2]``), or their names as ``explain``
@@ -142,7 +143,7 @@ def stage_pp(
         chunks_of(schedule, chunks)
     elif not isinstance(schedule, Schedule) and not callable(schedule):
         raise CompositionError(
-            f"stage_pp(schedule={schedule!r}): a name, a path to a CSV file, an fp.Schedule, or a function of (ranks, "
+            f"stage_pp(schedule={schedule!r}): a name, a path to a CSV file, an fp.pipeline.Schedule, or a function of (ranks, "
             "microbatches) that returns one."
         )
     elif chunks is not None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import functional_par as fp
-from functional_par import Mesh
+from functional_par import Mesh, MismatchError, ModelError, ScheduleError
 from functional_par.pipeline.buffers import Buffers
 from functional_par.pipeline.execute import Executor
 from functional_par.pipeline.part import make_part
 from functional_par.pipeline.recording import Recording
 from functional_par.run_par import RunPar
 from functional_par.tree import flatten
-from functional_par.vjp import engine
+from functional_par.vjp import engine, undifferentiated
 
 from ..oracle import close, gradients, token_batch
 from ..toys import VOCAB, odd
@@ -97,3 +98,50 @@ def test_one_stage_alone_sends_nothing():
     _, ((seen, losses, _),) = execute(Mesh(), "1f1b", None)
     assert len(seen) == 3 * 6
     assert len(losses) == 3
+
+
+def test_ranks_of_one_pipeline_whose_batches_differ_in_shape_are_told_so_in_the_first_step():
+    program = fp.compose(fp.stage_pp("1f1b", 3, split=SPLIT))(odd())
+
+    def main(world):
+        step = program.step(world, fp.optim.sgd(lr=0.1), dtype=torch.float64)
+        step(step.init(0), token_batch(VOCAB, 6 if world.rank == 1 else 3, 4))
+
+    message = r"rank \d has other shapes between stages than ranks? .* of its pipeline: stage 0: float64\[\d, 4, 6\]"
+    with pytest.raises(MismatchError, match=message):
+        fp.run(main, Mesh(pp=3), timeout=10.0)
+
+
+def test_backwards_need_a_place_for_gradients_and_an_evaluation_has_no_pullback():
+    plan = fp.compose(fp.stage_pp("1f1b", 3))(odd()).plan(Mesh())
+    params = flatten(plan.model.init(0, torch.float64))
+
+    def main(world):
+        part, buffers = make_part(plan, world, MICRO, torch.float64), Buffers(torch.device("cpu"), poison=False)
+        one = torch.tensor(1.0, dtype=torch.float64)
+        Executor(part, world, buffers, engine("func"), lambda i: RunPar(batch=microbatch(i)), params, one, None).run()
+
+    with pytest.raises(ScheduleError, match="a schedule with backwards was given where nothing takes the gradients"):
+        fp.run(main, Mesh())
+    outputs, _, pull = undifferentiated(lambda x: ([x * 2], []), torch.ones(2, requires_grad=True))
+    assert not outputs[0].requires_grad
+    with pytest.raises(ModelError, match="computed without a derivative"):
+        pull(outputs)
+
+
+def test_an_evaluation_keeps_nothing_and_leaves_the_next_step_as_it_was():
+    program = fp.compose(fp.stage_pp("zbv", 3, [1, 1, 1, 2]))(odd())
+
+    def main(world):
+        step = program.step(world, fp.optim.adamw(1e-2), dtype=torch.float64, donate=True)
+        state = step.init(0)
+        losses = [step.evaluate(state, BATCH) for _ in range(2)]
+        state, metrics = step(state, BATCH)
+        return losses, metrics, step.evaluate(state, BATCH), step.receiving.made
+
+    (losses, metrics, after, made), (other, _, _, _) = fp.run(main, Mesh(pp=2), timeout=20.0)
+    assert losses[0] == losses[1] == other[0]
+    assert losses[0]["loss"] == metrics["loss"]
+    assert losses[0]["tokens"] == metrics["tokens"]
+    assert after["loss"] < metrics["loss"]
+    assert made <= 12

@@ -203,7 +203,7 @@ def test_an_unknown_schedule_is_refused_with_those_there_are(schedule):
 
 @pytest.mark.parametrize("schedule", [None, 3, ["0F0"]])
 def test_a_schedule_is_a_name_a_file_a_schedule_or_a_function(schedule):
-    message = f"stage_pp(schedule={schedule!r}): a name, a path to a CSV file, an fp.Schedule, or a function"
+    message = f"stage_pp(schedule={schedule!r}): a name, a path to a CSV file, an fp.pipeline.Schedule, or a function"
     with pytest.raises(CompositionError, match=re.escape(message)):
         fp.stage_pp(schedule=schedule)
 
