@@ -37,8 +37,7 @@ def gantt(timeline: Timeline, columns: int | None = None, labels: Sequence[str] 
     """
     names = row_names(timeline, labels)
     margin = max(map(len, names), default=0) + 2
-    scale = _scale(timeline, None if columns is None else max(1, columns - margin))
-    rows = _rows(timeline, scale, colored)
+    rows = _rows(timeline, _scale(timeline, _room(timeline, columns, labels)), colored)
     return Text("\n").join(Text(label.ljust(margin)) + row for label, row in zip(names, rows, strict=True))
 
 
@@ -50,8 +49,7 @@ def legend(timeline: Timeline, columns: int | None = None, labels: Sequence[str]
         found += "; small letters: the second stage of the rank"
     elif most > 2:
         found += "; before the letter the stage"
-    margin = max(map(len, row_names(timeline, labels)), default=0) + 2
-    scaled = columns is not None and _scale(timeline, max(1, columns - margin)) < _wanted(timeline)
+    scaled = _scale(timeline, _room(timeline, columns, labels)) < _wanted(timeline)
     return f"{found}; after it the microbatch" + ("; scaled, names that do not fit are cut" if scaled else "")
 
 
@@ -62,9 +60,15 @@ def _wanted(timeline: Timeline) -> float:
     return longest / short(timeline)
 
 
-def _scale(timeline: Timeline, room: int | None) -> float:
+def _room(timeline: Timeline, columns: int | None, labels: Sequence[str]) -> int:
+    """Characters beside the names of the rows."""
+    margin = max(map(len, row_names(timeline, labels)), default=0) + 2
+    return WIDEST if columns is None else max(1, columns - margin)
+
+
+def _scale(timeline: Timeline, room: int) -> float:
     wanted = _wanted(timeline)
-    limit = (WIDEST if room is None else room) / (timeline.makespan or 1.0)
+    limit = room / (timeline.makespan or 1.0)
     if wanted <= limit:
         return wanted
     cell = limit * short(timeline)
@@ -73,23 +77,24 @@ def _scale(timeline: Timeline, room: int | None) -> float:
 
 
 def _rows(timeline: Timeline, scale: float, colored: bool) -> list[Text]:
+    start = timeline.start
+
     def at(time: float) -> int:
-        return math.floor((time - timeline.start) * scale + 0.5)
+        return math.floor((time - start) * scale + 0.5)
 
     most, places, width = most_chunks(timeline), chunks(timeline), at(timeline.end)
     rows = [Text() for _ in range(timeline.ranks)]
     for span in sorted(timeline.spans, key=lambda span: span.start):
         row, chunk = rows[span.rank], places[span.rank, span.action.stage]
-        start, end = max(at(span.start), len(row)), at(span.end)
-        if end <= start:
+        first, end = max(at(span.start), len(row)), at(span.end)
+        if end <= first:
             continue
-        row.append("." * (start - len(row)))
+        row.append("." * (first - len(row)))
         text = name(span.action, chunk, most)
-        text = (
-            text if len(text) <= end - start else span.action.kind.lower() if most == 2 and chunk else span.action.kind
-        )
+        if len(text) > end - first:
+            text = text[:1] if most <= 2 else span.action.kind
         style = f"{'black' if chunk % 2 == 0 else 'bold white'} on {COLORS[span.action.kind]}"
-        row.append(text.ljust(end - start, " " if colored else "-"), style if colored else None)
+        row.append(text.ljust(end - first, " " if colored else "-"), style if colored else None)
     for row in rows:
         row.append("." * (width - len(row)))
     return rows

@@ -79,24 +79,20 @@ def picture(timeline: Timeline, form: str = "svg", title: str = "", labels: Sequ
 
 
 def _draw(axes: Axes, timeline: Timeline, width: float) -> None:
-    most, places = most_chunks(timeline), chunks(timeline)
+    most, places, zero = most_chunks(timeline), chunks(timeline), timeline.start
     groups: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
     for span in timeline.spans:
         chunk = places[span.rank, span.action.stage]
-        groups.setdefault((span.action.kind, chunk, span.rank), []).append(_bar(timeline, span.start, span.end))
+        groups.setdefault((span.action.kind, chunk, span.rank), []).append((span.start - zero, span.end - span.start))
     for (kind, chunk, rank), bars in sorted(groups.items()):
         axes.broken_barh(
             bars, (rank - 0.45, 0.9), facecolors=_color(kind, chunk, most), edgecolor="white", linewidth=0.4
         )
     inches = (width - 1.5) / (timeline.makespan or 1.0)
     for span in timeline.spans if len(timeline.spans) <= MOST_NAMES else ():
-        text, (start, length) = str(span.action.microbatch), _bar(timeline, span.start, span.end)
+        text, (start, length) = str(span.action.microbatch), (span.start - zero, span.end - span.start)
         if length * inches >= 0.06 * len(text):
             axes.text(start + length / 2, span.rank, text, ha="center", va="center", fontsize=6)
-
-
-def _bar(timeline: Timeline, start: float, end: float) -> tuple[float, float]:
-    return start - timeline.start, end - start
 
 
 def _frame(axes: Axes, timeline: Timeline, title: str, names: Sequence[str]) -> None:

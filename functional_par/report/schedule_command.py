@@ -16,13 +16,12 @@ from functional_par.pipeline.schedule import Row, Schedule
 from functional_par.pipeline.simulate import simulate
 from functional_par.pipeline.timeline import Timeline
 from functional_par.report import chrome_trace, files
-from functional_par.report.text import table
 from functional_par.report.gantt import gantt, legend
 from functional_par.report.picture import format_of, picture
 from functional_par.report.prepare import say
 from functional_par.report.replay import order, replay, spread
 from functional_par.report.schedule_options import Options, parse
-
+from functional_par.report.text import table
 
 WIDTH = 120
 """Columns of a measured timeline where there is no terminal. A simulated one has a natural width."""

@@ -46,6 +46,7 @@ def test_a_narrow_terminal_scales_the_picture_and_says_so():
     assert lines == ["rank 0  FF..B0.B1", "rank 1  .FB0FB1.."]
     assert legend(TWO, columns=17).endswith("; scaled, names that do not fit are cut")
     assert not legend(TWO, columns=26).endswith("cut")
+    assert legend(timeline(1, "0:0F0:0:1 0:0B0:900:901")).endswith("cut")
 
 
 def test_no_microbatch_is_shown_by_half_of_its_number():
