@@ -129,7 +129,7 @@ def test_explain_shows_every_leaf_before_training(example, book, capsys):
         (["--tp", "3"], fp.CompositionError, "tp=3"),
         (["--cp", "2"], fp.ConfigError, "context parallelism is not available yet"),
         (["--dp", "3"], fp.ConfigError, "does not divide"),
-        (["--pp", "9"], fp.CompositionError, "pp=9"),
+        (["--pp", "9"], fp.CompositionError, "9 pipeline stages"),
         (["--text", "nowhere.txt"], fp.DataError, "does not exist"),
         (["--sequence-length", "20000000"], fp.DataError, "too few for seq_len"),
         (["--sequence-length", "2000000000"], fp.ConfigError, "numbers in the attention weights"),
