@@ -456,7 +456,7 @@ MUTANTS = (
     Mutant(
         "pictures: time starts when the clock does, not when the run does",
         "report/gantt.py",
-        "(time - timeline.start) * scale",
+        "(time - start) * scale",
         "time * scale",
         PICTURES,
     ),
