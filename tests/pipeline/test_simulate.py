@@ -142,6 +142,18 @@ def test_bytes_are_those_of_the_stages_that_are_alive():
         simulate(made, activation_bytes=[1])
 
 
+def test_what_a_stage_keeps_is_alive_until_its_weight_backward_ends():
+    late = Schedule.of("late", [["0F0", "0I0", "0F1", "0I1", "0W0", "0F2", "0I2", "0W1", "0W2"]])
+    assert simulate(late, activation_bytes=7).live_bytes == (14,)
+    assert (simulate(late).live, simulate(Schedule.of("whole", [["0F0", "0B0", "0F1", "0B1"]])).live) == ((2,), (1,))
+
+
+def test_stages_of_one_rank_hand_over_at_once():
+    assert simulate(make_schedule("zbv", 1, 3), Costs(1, 1, 1, 100)).makespan == 18
+    down_and_up = simulate(make_schedule("zbv", 2, 1), Costs(1, 1, 1, 100))
+    assert down_and_up.makespan == 4 + 4 + 1 + 4 * 100  # over each of the two gaps, forwards and back
+
+
 def test_forwards_alone_are_simulated():
     found = simulate(make_schedule("1f1b", 3, 4).forward_only, UNIT)
     assert (found.makespan, found.live) == (4 + 2, (1, 1, 1))
