@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NoReturn
 
 from functional_par.errors import CompositionError
 
 Need = Callable[[int, int, int], int]
 """``(stage, start, end)`` to the bytes that a stage of the layers ``start`` to ``end`` (exclusive) needs."""
 
-WIDTH = 400
-"""Beginnings of a split that are followed at once, where several stages lie on one rank."""
+WIDTH, LEAST_WIDTH = 4000, 50
+"""Beginnings of a split that are followed at once, where several stages lie on one rank: so many over the number of stages."""
 
 SLACK = 100
 """A rank may be slower than need be by one part of so many where that makes the stages more even."""
@@ -27,8 +26,8 @@ def best_split(
 
     With one stage a rank this is exact, by dynamic programming over (stages, layers). With several, the slowest rank may take
     one part in ``SLACK`` more than it has to where that makes the slowest stage faster, since the pipeline fills by stages.
-    This is exact too, by dynamic programming over (stages, layers, what each rank holds), up to ``WIDTH`` beginnings of a
-    split at once; where there are more, the most even ones are followed.
+    This is exact too, by dynamic programming over (stages, layers, what each rank holds), up to a number of beginnings of a
+    split at once (``WIDTH`` over the number of stages); where there are more, the most even ones are followed.
 
     Args:
         costs: work of each layer, in integers of any unit.
@@ -52,10 +51,7 @@ def best_split(
         need if room is not None and need is not None else _nothing,
         lambda start: before[-1] - before[start],
     )
-    found = _best(problem, room)
-    if found is None:
-        _refuse(problem, room or 0)
-    return found
+    return _best(problem, room) or _least(problem, room or 0)
 
 
 def whole_numbers(costs: Sequence[float]) -> list[int]:
@@ -93,44 +89,74 @@ class _Limits:
 
 
 _Held = tuple[tuple[int, int], ...]
-"""Load and bytes of each rank so far; zeros for one that has all its stages, whose load the value remembers."""
+"""Load and bytes so far of each rank that has a stage and gets another, in the order of the ranks."""
 
 _Found = tuple[int, tuple[int, ...]]
 """The load of the slowest rank, or stage, so far, and the layers of each stage."""
 
+_States = dict[tuple[int, _Held], _Found]
 
-def _best(problem: _Problem, room: int | None) -> tuple[int, ...] | None:
+
+def _best(problem: _Problem, room: int | None, even: bool = True) -> tuple[int, ...] | None:
     """The rank first, then the stage; with one stage a rank these are the same."""
-    if len(set(problem.placement)) == len(problem.placement):
-        single = _search(problem, _Limits(None, room), by_stage=False, width=None)
+    stages = len(problem.placement)
+    if len(set(problem.placement)) == stages:
+        single = _rank_first(problem, room, None)
         return single and single[1]
-    rough = _search(problem, _Limits(None, room), by_stage=False, width=WIDTH // 10)
-    exact = _search(problem, _Limits(rough and rough[0], room), by_stage=False, width=WIDTH) or rough
-    if exact is None:
-        return None
+    width = max(LEAST_WIDTH, WIDTH // stages)
+    rough = _rank_first(problem, room, width // 10)
+    exact = _search(problem, _Limits(rough and rough[0], room), by_stage=False, width=width) or rough
+    if exact is None or not even:
+        return exact and exact[1]
     near = exact[0] + exact[0] // SLACK
-    even = _search(problem, _Limits(near, room), by_stage=True, width=WIDTH) or exact
-    return even[1]
+    return (_search(problem, _Limits(near, room), by_stage=True, width=width) or exact)[1]
+
+
+def _rank_first(problem: _Problem, room: int | None, width: int | None) -> _Found | None:
+    """The split with the fastest slowest rank. Without bounds of memory none of its stages need be slower than the mean and the
+    slowest layer together, which leaves out most splits; with them it is tried."""
+    stages = len(problem.placement)
+    most = max(problem.placement.count(rank) for rank in set(problem.placement))
+    slowest = max(problem.load(stages - 1, i, i + 1) for i in range(problem.layers))
+    ceiling = most * (problem.rest(0) // stages + slowest + 1)
+    found = _search(problem, _Limits(ceiling, room), by_stage=False, width=width)
+    return found or _search(problem, _Limits(None, room), by_stage=False, width=width)
 
 
 def _search(problem: _Problem, limits: _Limits, by_stage: bool, width: int | None) -> _Found | None:
     """The split with the lowest value: the load of the slowest stage, or of the slowest rank."""
     placement = problem.placement
-    empty: _Held = ((0, 0),) * (max(placement) + 1)
-    states: dict[tuple[int, _Held], _Found] = {(0, empty): (0, ())}
+    states: _States = {(0, ()): (0, ())}
     for stage, rank in enumerate(placement):
-        closes = rank not in placement[stage + 1 :]
-        found: dict[tuple[int, _Held], _Found] = {}
+        before, after = _open(placement, stage), _open(placement, stage + 1)
+        at = before.index(rank) if rank in before else None
+        found: _States = {}
         for (start, held), (value, sizes) in states.items():
-            for end, load, need in _ends(problem, limits, stage, start, held[rank]):
-                own = (0, 0) if closes else (load, need)
-                key = end, (*held[:rank], own, *held[rank + 1 :])
-                measure = problem.load(stage, start, end) if by_stage else load
-                candidate = max(value, measure), (*sizes, end - start)
-                if key not in found or candidate < found[key]:
-                    found[key] = candidate
+            mine = (0, 0) if at is None else held[at]
+            for end, load, need in _ends(problem, limits, stage, start, mine):
+                key = end, _with(held, before, after, rank, (load, need))
+                slowest = max(value, problem.load(stage, start, end) if by_stage else load)
+                known = found.get(key)
+                if known is None or (slowest, (*sizes, end - start)) < known:
+                    found[key] = slowest, (*sizes, end - start)
         states = _narrow(problem, limits, stage, found, width)
-    return states.get((problem.layers, empty))
+    return states.get((problem.layers, ()))
+
+
+def _open(placement: Sequence[int], stage: int) -> list[int]:
+    """The ranks that have a stage before this one and get another from it on."""
+    return sorted(set(placement[:stage]) & set(placement[stage:]))
+
+
+def _with(held: _Held, before: list[int], after: list[int], rank: int, mine: tuple[int, int]) -> _Held:
+    """What the open ranks hold after a stage."""
+    if not after:
+        return ()
+    if before == after:
+        at = after.index(rank)
+        return (*held[:at], mine, *held[at + 1 :])
+    known = dict(zip(before, held, strict=True)) | {rank: mine}
+    return tuple(known[each] for each in after)
 
 
 def _ends(
@@ -145,23 +171,21 @@ def _ends(
         yield end, load, need
 
 
-def _narrow(
-    problem: _Problem, limits: _Limits, stage: int, found: dict[tuple[int, _Held], _Found], width: int | None
-) -> dict[tuple[int, _Held], _Found]:
+def _narrow(problem: _Problem, limits: _Limits, stage: int, found: _States, width: int | None) -> _States:
     """Without the states that cannot end within the limit, and no more than ``width``, the most promising first."""
-    later = sorted(set(problem.placement[stage + 1 :]))
-    if width is None or not later:
+    later, stages = len(set(problem.placement[stage + 1 :])), len(problem.placement)
+    if not later:
         return found
 
     def bound(key: tuple[int, _Held]) -> int:
         """Below this the ranks that have stages to come cannot end all."""
-        return -(-(problem.rest(key[0]) + sum(key[1][rank][0] for rank in later)) // len(later))
+        return -(-(problem.rest(key[0]) + sum(load for load, _ in key[1])) // later)
 
     if limits.load is not None:
         found = {key: entry for key, entry in found.items() if bound(key) <= limits.load}
-    if len(found) <= width:
+    if width is None or len(found) <= width:
         return found
-    share = problem.rest(0) * (len(problem.placement) - stage - 1) // len(problem.placement)
+    share = problem.rest(0) * (stages - stage - 1) // stages
     order = sorted(
         found, key=lambda key: (max(bound(key), found[key][0]), abs(problem.rest(key[0]) - share), found[key])
     )
@@ -180,19 +204,20 @@ def _check_stages(layers: int, placement: Sequence[int]) -> None:
         )
 
 
-def _refuse(problem: _Problem, room: int) -> NoReturn:
-    """Raise CompositionError with what the split that needs the least would need."""
+def _least(problem: _Problem, room: int) -> tuple[int, ...]:
+    """The split that needs the least memory, if it fits; raises CompositionError with what it needs if it does not."""
     least = _Problem(problem.layers, problem.placement, problem.need, _nothing, lambda start: 0)
-    sizes = _best(least, None) or ()
+    sizes = _best(least, None, even=False) or ()
+    if (needed := max(_rank_needs(problem, sizes))) <= room:
+        return sizes  # of so many beginnings none that led here was followed
     raise CompositionError(
         f"no split of {problem.layers} layers on {len(problem.placement)} stages fits into {gigabytes(room)} a rank: the one "
-        f"that needs the least is {list(sizes)}, with {gigabytes(max(rank_needs(problem, sizes)))} on its fullest rank. Give "
-        "a rank more room, raise pp or tp, make the rows of a microbatch fewer, or take a schedule that keeps fewer "
-        "microbatches alive."
+        f"that needs the least is {list(sizes)}, with {gigabytes(needed)} on its fullest rank. Give a rank more room, raise pp "
+        "or tp, make the rows of a microbatch fewer, or take a schedule that keeps fewer microbatches alive."
     )
 
 
-def rank_needs(problem: _Problem, sizes: Sequence[int]) -> list[int]:
+def _rank_needs(problem: _Problem, sizes: Sequence[int]) -> list[int]:
     """Bytes of each rank."""
     needs, start = [0] * (max(problem.placement) + 1), 0
     for stage, size in enumerate(sizes):
