@@ -96,7 +96,7 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int) -> Schedule:
 def zbv(ranks: int, microbatches: int) -> Schedule:
     """Two chunks a rank in the shape of a V, so that the loss is on the first rank, and the backward in two (ZB-V of arXiv
     2401.10241, arXiv 2405.15362). At most 2 p activations are alive, of stages half as deep as those of 1F1B. With unit costs
-    it takes ``6 m + p - 1`` if m is at least p: no rank waits between its first and its last action.
+    it takes ``6 m + p - 1`` if m is at least p: what is left is one fill of the pipeline, ``p - 1`` of idle time on each rank.
     """
     return greedy(_v_shape(ranks), microbatches, live=2 * ranks, name="zbv")
 
@@ -104,6 +104,7 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
 def dual_pipe_v(ranks: int, microbatches: int) -> Schedule:
     """DeepSeek's DualPipe (arXiv 2412.19437) cut in half: the V shape of ``zbv``, forwards of one chunk paired with backwards
     of the other, and the backward in two only where that fills a bubble. At most ``2 p + 1`` activations are alive.
+    With unit costs it takes ``6 m + p - 1`` if m is at least 2 p.
 
     Fewer microbatches than ``2 p`` are those of a schedule that was made for as many.
     """

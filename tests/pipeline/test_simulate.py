@@ -80,6 +80,21 @@ def test_zbv_takes_6m_plus_p_minus_1_from_m_equal_p_on(p):
         assert run("zbv", p, m) == (0, 2 * p)
 
 
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 6, 8])
+def test_dual_pipe_v_takes_6m_plus_p_minus_1_from_m_equal_2p_on_and_keeps_2p_plus_1(p):
+    for m in (2 * p, 2 * p + 1, 3 * p):
+        beyond, live = run("dualpipev", p, m)
+        assert beyond == 0
+        assert live == min(2 * p + 1, 2 * m)
+    assert all(run("dualpipev", p, m)[1] <= 2 * p + 1 for m in range(1, 2 * p))
+
+
+@given(ranks, st.integers(0, 6), st.integers(1, 3))
+def test_looped_bfs_has_the_bubble_of_interleaved_for_any_m_from_p_on(p, more, v):
+    m = p + more
+    assert bubble(simulate(make_schedule("looped-bfs", p, m, v), UNIT)) == Fraction(p - 1, v * m + p - 1)
+
+
 SMALL = {2: [2], 3: [5, 2], 4: [8, 4, 2], 5: [11, 7, 4, 2], 6: [14, 10, 6, 4, 2], 8: [20, 16, 12, 8, 6, 4, 2]}
 
 
