@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_par.errors import CompositionError
+from functional_par.pipeline import split
 from functional_par.pipeline.by_hand import check_form, sizes_of
 from functional_par.pipeline.split import SLACK, best_split, gigabytes
 
@@ -103,6 +104,14 @@ def test_within_a_bound_of_memory_the_split_is_the_best_of_those_that_fit(proble
         with pytest.raises(CompositionError, match=re.escape(text)) as info:
             best_split(costs, placement, need, room)
         assert f"with {gigabytes(least)} on its fullest rank. Give a rank more room, raise pp or tp" in str(info.value)
+
+
+def test_where_too_few_beginnings_are_followed_the_split_that_needs_least_still_fits(monkeypatch):
+    monkeypatch.setattr(split, "WIDTH", 1)
+    monkeypatch.setattr(split, "LEAST_WIDTH", 1)
+    needs = [2, 2, 1, 0, 1]
+    sizes = best_split([1, 1, 2, 1, 2], (0, 1, 0, 1), lambda stage, start, end: sum(needs[start:end]), 3)
+    assert max(by_rank(needs, sizes, (0, 1, 0, 1))) <= 3
 
 
 def test_with_one_stage_a_rank_no_slack_is_used_and_the_first_stages_get_fewer_layers():
