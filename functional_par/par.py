@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from functional_par.capture import Capture
 from functional_par.comm.base import Group
 from functional_par.errors import CompositionError, MeshError, ModelError
 from functional_par.mesh import AXES
@@ -68,12 +69,15 @@ class Par(ABC):
         batch: this microbatch's fields, on every stage.
         key: names the random numbers of this step: a function of (seed, step), the same on every rank. The trace has
             another key than the run, so a layer must not branch on its bits.
+        capture: for kernels: what keeps the weight gradients of the running layer for later; None where every weight is
+            differentiated.
     """
 
     mode: TensorParallelMode
     async_comm: bool
     batch: Mapping[str, Tensor]
     key: Key
+    capture: Capture | None = None
 
     @property
     @abstractmethod

@@ -91,11 +91,17 @@ class Gradients:
     def add(self, grads: Mapping[str, Tensor]) -> None:
         """Accumulate one layer's gradients of one microbatch."""
         for path, grad in grads.items():
-            if path in self._unwritten:
-                self._unwritten.remove(path)
-                self.leaves[path].copy_(grad)
+            buffer, first = self.buffer(path)
+            if first:
+                buffer.copy_(grad)
             else:
-                self.leaves[path].add_(grad)
+                buffer.add_(grad)
+
+    def buffer(self, path: str) -> tuple[Tensor, bool]:
+        """The memory of a leaf's gradient, to which the caller adds now; True if it is the first, which overwrites."""
+        first = path in self._unwritten
+        self._unwritten.discard(path)
+        return self.leaves[path], first
 
     def complete(self, plan: Plan, coords: Coords) -> None:
         """After the last microbatch: zero where no gradient came, and where it flowed into the padding of an uneven shard

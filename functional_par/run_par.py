@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from functional_par.capture import Capture
 from functional_par.comm import collectives
 from functional_par.comm.base import Group
 from functional_par.comm.solo import SoloGroup
@@ -31,6 +32,7 @@ class RunPar(Par):
         key: of step ``t`` from seed ``s`` it is ``step_key(s, t)``; by default the first step's of seed 0.
         layer: name of the running layer.
         first_row: index within the global batch of the first row of ``batch``.
+        capture: what the running layer's kernels capture.
     """
 
     groups: Mapping[tuple[str, ...], Group] = field(default_factory=dict)
@@ -42,16 +44,17 @@ class RunPar(Par):
     key: Key = field(default=make_key(0).fold(0), kw_only=True)
     layer: str = field(default="", kw_only=True)
     first_row: int = field(default=0, kw_only=True)
+    capture: Capture | None = field(default=None, kw_only=True)
 
     def with_batch(self, batch: Mapping[str, Tensor], first_row: int = 0) -> RunPar:
         """The same, about another microbatch."""
         return replace(self, batch=batch, first_row=first_row)
 
-    def within(self, layer: str) -> RunPar:
-        """The same, inside the layer of that name."""
+    def within(self, layer: str, capture: Capture | None = None) -> RunPar:
+        """The same, inside the layer of that name, for one call of it."""
         # A layer call is short enough to notice what `replace` costs.
         inside = object.__new__(RunPar)
-        inside.__dict__.update(self.__dict__, layer=layer)
+        inside.__dict__.update(self.__dict__, layer=layer, capture=capture)
         return inside
 
     @property

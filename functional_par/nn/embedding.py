@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from functional_par.errors import DataError, ModelError
+from functional_par.nn.captured import captured_rows
 from functional_par.nn.stream import to_stream
 from functional_par.par import Par
 
@@ -67,16 +70,27 @@ def check_range(what: str, ids: Tensor, vocab: int, ignore_index: int | None = N
         )
 
 
-def _definition(ids: Tensor, weight: Tensor, par: Par, vocab: int, seq_dim: int) -> Tensor:
+def _definition(
+    ids: Tensor,
+    weight: Tensor,
+    par: Par,
+    vocab: int,
+    seq_dim: int,
+    look_up: Callable[[Tensor, Tensor], Tensor] = F.embedding,
+) -> Tensor:
     local = ids - par.axis_index("tp") * weight.shape[0]
     mine = (local >= 0) & (local < weight.shape[0])
-    rows = F.embedding(torch.where(mine, local, 0), weight)
+    rows = look_up(torch.where(mine, local, 0), weight)
     # One product hides the rows of others, and poisons those of ids that nobody holds.
     keep = mine.to(weight.dtype).masked_fill((ids < 0) | (ids >= vocab), torch.nan)
     return to_stream(rows * keep.unsqueeze(-1), par, seq_dim)
 
 
 def _fast(ids: Tensor, weight: Tensor, par: Par, vocab: int, seq_dim: int) -> Tensor:
+    def look_up(ids: Tensor, weight: Tensor) -> Tensor:
+        rows = captured_rows(ids, weight, par)
+        return F.embedding(ids, weight) if rows is None else rows
+
     if par.size("tp") == 1:
-        return F.embedding(ids, weight)
-    return _definition(ids, weight, par, vocab, seq_dim)
+        return look_up(ids, weight)
+    return _definition(ids, weight, par, vocab, seq_dim, look_up)

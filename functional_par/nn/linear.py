@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, overload
@@ -13,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from functional_par.comm.base import AllGather, Group
+from functional_par.comm.base import AllGather
 from functional_par.errors import ModelError
+from functional_par.nn.captured import Layout, captured_linear, cotangent_rows, input_gradient, project
 from functional_par.nn.stream import start_reduction, to_stream, whole_sequence
 from functional_par.par import Par
 
@@ -88,7 +88,7 @@ def row_linear(
     torch.Size([1, 2, 3])
     """
     _check("row_linear", x.shape[-n_in:], weight.shape[1:], weight.shape[:1], weight, bias)
-    return par.kernel(_row, _row_fast)(x.flatten(-n_in), weight.flatten(1), bias, par, seq_dim)
+    return par.kernel(_row, _row_fast)(x.flatten(-n_in), weight, bias, par, seq_dim)
 
 
 def _check(name: str, given: torch.Size, wanted: torch.Size, out: torch.Size, w: Tensor, bias: Tensor | None) -> None:
@@ -102,48 +102,44 @@ def _check(name: str, given: torch.Size, wanted: torch.Size, out: torch.Size, w:
         )
 
 
-def _project(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-    if w.ndim == 2:
-        return F.linear(x, w, b)
-    y = F.linear(x, w.flatten(0, -2), None if b is None else b.flatten())
-    return y.view(*y.shape[:-1], *w.shape[:-1])
-
-
 def _column(x: Tensor, weights: Weights, biases: Biases, par: Par, seq_dim: int) -> tuple[Tensor, ...]:
     whole = whole_sequence(x, par, seq_dim)
-    return tuple(_project(whole, w, b) for w, b in zip(weights, biases, strict=True))
+    return tuple(project(whole, w, b) for w, b in zip(weights, biases, strict=True))
 
 
 def _column_fast(x: Tensor, weights: Weights, biases: Biases, par: Par, seq_dim: int) -> tuple[Tensor, ...]:
-    # Autograd already adds up the input gradients; only the overlap needs a pullback by hand.
-    if par.size("tp") == 1 or not par.async_comm:
-        return _column(x, weights, biases, par, seq_dim)
-    layout = _Layout(par.group("tp"), seq_dim if par.sequence_split else None, len(weights))
-    return _Column.apply(layout, x, *weights, *biases)[: len(weights)]
+    overlapped = par.size("tp") > 1 and par.async_comm
+    layout = Layout(par.group("tp"), seq_dim if par.sequence_split else None) if overlapped else None
+    whole = x if overlapped else whole_sequence(x, par, seq_dim)
+    outs = captured_linear(whole, weights, biases, par, layout)
+    if outs is not None:
+        return outs
+    if layout is None:  # autograd already adds up the input gradients; only the overlap needs a pullback by hand
+        return tuple(project(whole, w, b) for w, b in zip(weights, biases, strict=True))
+    return _Column.apply(_Several(layout, len(weights)), x, *weights, *biases)[: len(weights)]
 
 
 def _row(x: Tensor, weight: Tensor, bias: Tensor | None, par: Par, seq_dim: int) -> Tensor:
-    y = to_stream(F.linear(x, weight), par, seq_dim)
-    return y if bias is None else y + bias
+    return _leave(F.linear(x, weight.flatten(1)), bias, par, seq_dim)
 
 
 def _row_fast(x: Tensor, weight: Tensor, bias: Tensor | None, par: Par, seq_dim: int) -> Tensor:
-    if par.size("tp") == 1:
-        return F.linear(x, weight, bias)
-    return _row(x, weight, bias, par, seq_dim)
+    inside = bias if par.size("tp") == 1 else None  # else it is added after the sum
+    outs = captured_linear(x, (weight,), (inside,), par, n_in=weight.ndim - 1)
+    y = F.linear(x, weight.flatten(1), inside) if outs is None else outs[0]
+    return y if par.size("tp") == 1 else _leave(y, bias, par, seq_dim)
+
+
+def _leave(y: Tensor, bias: Tensor | None, par: Par, seq_dim: int) -> Tensor:
+    y = to_stream(y, par, seq_dim)
+    return y if bias is None else y + bias
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
-    """What the pullback has to know; opaque to torch.
+class _Several:
+    """What the pullback has to know; opaque to torch. ``n``: number of weights."""
 
-    Attributes:
-        seq_dim: the dim along which the stream is split, or None when it is whole.
-        n: number of weights.
-    """
-
-    group: Group
-    seq_dim: int | None
+    layout: Layout
     n: int
 
 
@@ -155,36 +151,35 @@ class _Column(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(layout: _Layout, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(several: _Several, x: Tensor, *params: Tensor | None) -> tuple[Tensor, ...]:
+        layout, n = several.layout, several.n
         gathered: tuple[Tensor, ...] = ()
         if layout.seq_dim is not None:
             x = layout.group.start(AllGather(layout.seq_dim), x).wait()
             gathered = (x,)
-        pairs = zip(params[: layout.n], params[layout.n :], strict=True)
-        return (*(_project(x, w, b) for w, b in pairs if w is not None), *gathered)
+        pairs = zip(params[:n], params[n:], strict=True)
+        return (*(project(x, w, b) for w, b in pairs if w is not None), *gathered)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        layout, x, *params = inputs
-        ctx.layout = layout
-        whole = x if layout.seq_dim is None else output[layout.n]
+        several, x, *params = inputs
+        ctx.several = several
+        whole = x if several.layout.seq_dim is None else output[several.n]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(whole, *params[: layout.n])
+        ctx.save_for_backward(whole, *params[: several.n])
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        layout: _Layout = ctx.layout
+        layout, n = ctx.several.layout, ctx.several.n
         whole, *weights = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad[1:]
-        # [rows, out] for each weight.
-        rows = [
-            None if ct is None else ct.reshape(-1, math.prod(w.shape[:-1]))
-            for ct, w in zip(cotangents, weights, strict=False)
-        ]
+        rows = cotangent_rows(cotangents, weights)
         handle = None
         if needs_x:
-            extra = cotangents[layout.n] if layout.seq_dim is not None else None
-            handle = start_reduction(_input_gradient(rows, weights, whole, extra), layout.group, layout.seq_dim)
+            grad = input_gradient(rows, weights, whole)
+            if layout.seq_dim is not None and (extra := cotangents[n]) is not None:
+                grad = grad + extra
+            handle = start_reduction(grad, layout.group, layout.seq_dim)
         flat = whole.reshape(-1, whole.shape[-1])
         grads = [
             (ct.t() @ flat).view(w.shape) if need and ct is not None else None
@@ -192,17 +187,6 @@ class _Column(torch.autograd.Function):
         ]
         sums = [
             ct.sum(0).view(w.shape[:-1]) if need and ct is not None else None
-            for ct, w, need in zip(rows, weights, needs[layout.n :], strict=True)
+            for ct, w, need in zip(rows, weights, needs[n:], strict=True)
         ]
         return None, None if handle is None else handle.wait(), *grads, *sums
-
-
-def _input_gradient(rows: list[Tensor | None], weights: list[Tensor], whole: Tensor, extra: Tensor | None) -> Tensor:
-    """The sum over the weights of ``cotangent @ weight``, in one fresh buffer of the shape of ``whole``."""
-    total: Tensor | None = None
-    for ct, w in zip(rows, weights, strict=True):
-        if ct is not None:
-            flat = w.flatten(0, -2)
-            total = ct @ flat if total is None else total.addmm_(ct, flat)
-    out = torch.zeros_like(whole) if total is None else total.view(whole.shape)
-    return out if extra is None else out + extra

@@ -36,6 +36,10 @@ class Sink:
         for path, grad in grads.items():
             self.leaves[path].add_(grad)
 
+    def buffer(self, path: str) -> tuple[Tensor, bool]:
+        """The memory of a leaf's gradient."""
+        return self.leaves[path], False
+
 
 @dataclass(frozen=True)
 class Rounds:

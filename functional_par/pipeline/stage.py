@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from functional_par.capture import Accumulator as Accumulator
+from functional_par.capture import Capture
+from functional_par.capture import Pair as Pair
 from functional_par.errors import ModelError
 from functional_par.model import LOSS, Layer
+from functional_par.pipeline.back import Back as Back
+from functional_par.pipeline.back import Uses
 from functional_par.pipeline.routes import routes
 from functional_par.plan import Plan
 from functional_par.run_par import RunPar
@@ -38,72 +45,56 @@ class Edge:
         return replace(self, differentiable=tuple(d and i not in places for i, d in enumerate(self.differentiable)))
 
 
-class Accumulator(Protocol):
-    """Where the gradients of a step add up."""
-
-    def add(self, grads: Mapping[str, Tensor]) -> None:
-        """Add the gradients of one layer for one microbatch."""
-
-
-class Pair(Protocol):
-    """A weight gradient that is yet to be computed, kept as data."""
-
-    def add_to(self, gradients: Accumulator) -> None:
-        """Compute it and add it."""
-
-
-@dataclass(frozen=True)
-class Back:
-    """The backward of one call. It runs once."""
-
-    trainable: tuple[str, ...]
-    pull: Pull
-
-    def __call__(self, cotangents: Sequence[Tensor], gradients: Accumulator, later: list[Pair] | None) -> list[Tensor]:
-        """Cotangents of the differentiable inputs, from one for each differentiable output.
-
-        Args:
-            cotangents: one for each differentiable output.
-            gradients: what the gradients of the layer's leaves are added to.
-            later: None adds all of them; a list gets those that can wait.
-        """
-        result = self.pull(cotangents)
-        n = len(self.trainable)
-        gradients.add(dict(zip(self.trainable, result[:n], strict=True)))
-        return list(result[n:])
-
-
 @dataclass(frozen=True)
 class Call:
-    """One layer, ready to run: which of its leaves are differentiated, and what goes in and comes out."""
+    """One layer, ready to run.
+
+    Attributes:
+        trainable, frozen: its leaves.
+        before, after: what goes in and comes out.
+        shared: the leaves that other layers read too.
+        uses: what is known of how it uses its leaves.
+    """
 
     layer: Layer
     trainable: tuple[str, ...]
     frozen: tuple[str, ...]
     before: Edge
     after: Edge
+    shared: frozenset[str] = frozenset()
+    uses: Uses = field(default_factory=Uses, compare=False)
 
     def forward(
         self, engine: Engine, leaves: Mapping[str, Tensor], x: list[Tensor], par: RunPar
     ) -> tuple[list[Tensor], Back]:
         """Run the layer on the flat leaves of its input; returns those of its output, and its backward."""
-        kept = {path: leaves[path] for path in self.frozen}
-        n = len(self.trainable)
-        par = par.within(self.layer.name)
+        capture, hidden = Capture({path: leaves[path] for path in self.trainable}), self.uses.hidden
+        names = tuple(path for path in self.trainable if path not in (hidden or ()))
+        n, kept = len(names), {path: leaves[path] for path in self.layer.paths}
+        par = par.within(self.layer.name, capture)
 
         def function(*primals: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-            chosen = self.layer.select(kept | dict(zip(self.trainable, primals, strict=False)))
-            inputs = _weave(self.before.differentiable, primals[n:], x)
-            y = self.layer.fn(chosen, pytree.tree_unflatten(inputs, self.before.structure), par)
+            own = dict(zip(names, primals, strict=False))
+            if hidden is None and torch.is_grad_enabled():
+                own = {path: capture.watch(path, leaf) for path, leaf in own.items()}
+            inputs = pytree.tree_unflatten(_weave(self.before.differentiable, primals[n:], x), self.before.structure)
+            with capture.forward({**capture.raw, **own}, primals[-1] if capture.raw else None):
+                y = self.layer.fn(self.layer.select(kept | own), inputs, par)
+            if torch.is_grad_enabled():
+                self.uses.check(self.layer.name, capture)
             return self._split(y)
 
-        primals = [leaves[path] for path in self.trainable]
+        primals = [leaves[path] for path in names]
         primals += [leaf for leaf, grad in zip(x, self.before.differentiable, strict=True) if grad]
+        inputs = len(primals) - n
+        primals += [leaf.new_zeros(()) for leaf in list(capture.raw.values())[:1]]  # the token of what is captured
         if not any(self.after.differentiable):  # nothing flows back, and torch.func.vjp wants an output
-            _, aux, _ = engine(lambda: function(*primals))
-            return aux, Back(self.trainable, lambda cotangents: tuple(torch.zeros_like(primal) for primal in primals))
-        outputs, aux, pull = engine(function, *primals)
-        return _join(self.after.differentiable, outputs, aux), Back(self.trainable, pull)
+            outputs, aux, _ = engine(lambda: function(*primals))
+            pull: Pull = partial(_zeros, primals)
+        else:
+            outputs, aux, pull = engine(function, *primals)
+        learning = self.uses if hidden is None else None
+        return _join(self.after.differentiable, outputs, aux), Back(names, inputs, self.shared, pull, capture, learning)
 
     def _split(self, y: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Separate the outputs that carry a cotangent from those that do not, checking what the trace promised."""
@@ -132,6 +123,7 @@ def stage_calls(plan: Plan, traced: Trace, stage: int) -> tuple[Call, ...]:
     """
     _check_debts(plan, traced)
     calls: list[Call] = []
+    readers = Counter(path for layer in plan.model.all_layers for path in layer.paths)
     before, idle = Edge.of(dict(traced.batch)), frozenset[int]()
     for layer in plan.model.all_layers:
         entry = traced.layers[layer.name]
@@ -142,7 +134,8 @@ def stage_calls(plan: Plan, traced: Trace, stage: int) -> tuple[Call, ...]:
             through = frozenset(j for j, i in enumerate(entry.passed) if i in idle)
             trainable = tuple(path for path in layer.paths if plan.specs[path].trainable)
             frozen = tuple(path for path in layer.paths if not plan.specs[path].trainable)
-            calls.append(Call(layer, trainable, frozen, before.without(idle), after.without(through)))
+            shared = frozenset(path for path in trainable if readers[path] > 1)
+            calls.append(Call(layer, trainable, frozen, before.without(idle), after.without(through), shared))
             idle = through
         before = after
     return tuple(calls)
@@ -168,6 +161,10 @@ def loss_edge(traced: Trace) -> Edge:
         count = Abstract((), torch.tensor(count).dtype)
     leaves, structure = pytree.tree_flatten((total, count))
     return Edge(tuple(leaves), structure, (True, False))
+
+
+def _zeros(primals: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(primal) for primal in primals)
 
 
 def _weave(differentiable: Sequence[bool], primals: Sequence[Tensor], x: Sequence[Tensor]) -> list[Tensor]:

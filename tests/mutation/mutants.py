@@ -106,8 +106,8 @@ MUTANTS = (
     Mutant(
         "row bias added on every rank before the sum",
         "nn/linear.py",
-        "    y = to_stream(F.linear(x, weight), par, seq_dim)\n    return y if bias is None else y + bias",
-        "    return to_stream(F.linear(x, weight, bias), par, seq_dim)",
+        "    y = to_stream(y, par, seq_dim)\n    return y if bias is None else y + bias",
+        "    return to_stream(y if bias is None else y + bias, par, seq_dim)",
         LAYERS,
     ),
     Mutant(
@@ -127,8 +127,8 @@ MUTANTS = (
     Mutant(
         "async column linear: the input gradient of the first of several weights alone",
         "nn/linear.py",
-        "handle = start_reduction(_input_gradient(rows, weights, whole, extra), layout.group, layout.seq_dim)",
-        "handle = start_reduction(_input_gradient(rows[:1], weights[:1], whole, extra), layout.group, layout.seq_dim)",
+        "            grad = input_gradient(rows, weights, whole)\n            if layout.seq_dim",
+        "            grad = input_gradient(rows[:1], weights[:1], whole)\n            if layout.seq_dim",
         LAYERS,
     ),
     Mutant(
@@ -276,8 +276,8 @@ MUTANTS = (
     Mutant(
         "the gradients of later microbatches replace those of earlier ones",
         "reduce.py",
-        "                self.leaves[path].add_(grad)",
-        "                self.leaves[path].copy_(grad)",
+        "                buffer.add_(grad)",
+        "                buffer.copy_(grad)",
         STEPS,
     ),
     Mutant(
