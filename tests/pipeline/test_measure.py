@@ -26,6 +26,12 @@ def test_every_layer_and_the_loss_have_positive_costs(engine):
     assert all(x >= 0 for x in costs.weight_backward.values())
 
 
+def test_weight_gradients_that_can_wait_are_timed_by_themselves():
+    costs = measure(small_gpt(), TOKENS, rounds=1)
+    assert all(costs.weight_backward[name] > 0 for name in ("embed", "block0", "block1", "head"))
+    assert costs.weight_backward["loss"] == min(costs.weight_backward.values())
+
+
 def test_layers_that_are_alike_are_timed_once_and_others_by_themselves():
     ran = []
 
