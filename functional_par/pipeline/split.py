@@ -11,7 +11,7 @@ from functional_par.errors import CompositionError
 Need = Callable[[int, int, int], int]
 """``(stage, start, end)`` to the bytes that a stage of the layers ``start`` to ``end`` (exclusive) needs."""
 
-WIDTH, LEAST_WIDTH = 4000, 50
+WIDTH, LEAST_WIDTH = 1500, 50
 """Beginnings of a split that are followed at once, where several stages lie on one rank: so many over the number of stages."""
 
 SLACK = 100

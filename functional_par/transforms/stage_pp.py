@@ -101,8 +101,8 @@ class StagePP(Transform):
         except (TypeError, ValueError) as error:
             raise CompositionError(
                 f"stage_pp(schedule={name}): it returned {type(made).__name__}, which is no fp.pipeline.Schedule and no "
-                f"list of rows of actions ({error}). Return a list with one list of actions a rank, such as [['0F0', '0B0'], ['1F0', "
-                "'1B0']]."
+                f"list of rows of actions ({error}). Return a list with one list of actions a rank, such as "
+                "[['0F0', '0B0'], ['1F0', '1B0']]."
             ) from error
 
 
