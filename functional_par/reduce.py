@@ -73,11 +73,14 @@ def groups(plan: Plan) -> tuple[tuple[int, ...], ...]:
 class Gradients:
     """Accumulation buffers of one rank: a flat tensor a bucket, a view a leaf. Used for one step at a time.
 
-    The first gradient of a leaf is written, later ones are added, in the order of the calls.
+    The first gradient of a leaf is written, later ones are added, in the order of the calls. With ``poison`` the memory is
+    filled with NaN before.
     """
 
-    def __init__(self, plan: Plan, owed: tuple[Bucket, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.buckets = owed
+    def __init__(
+        self, plan: Plan, owed: tuple[Bucket, ...], dtype: torch.dtype, device: torch.device, poison: bool = False
+    ) -> None:
+        self.buckets, self.poison = owed, poison
         self.flat = [torch.zeros(bucket.elements(plan), dtype=dtype, device=device) for bucket in owed]
         self.leaves: dict[str, Tensor] = {}
         for bucket, flat in zip(owed, self.flat, strict=True):
@@ -87,6 +90,8 @@ class Gradients:
     def begin(self) -> None:
         """Forget the step before: the next gradient of each leaf is the first."""
         self._unwritten = set(self.leaves)
+        for flat in self.flat if self.poison else ():
+            flat.fill_(torch.nan)
 
     def add(self, grads: Mapping[str, Tensor]) -> None:
         """Accumulate one layer's gradients of one microbatch."""

@@ -270,7 +270,7 @@ class Step:
         grads = self._kept
         if grads is None:
             accumulate = torch.promote_types(self.dtype, torch.float32)
-            grads = Gradients(self.plan, self.buckets, accumulate, self.world.device)
+            grads = Gradients(self.plan, self.buckets, accumulate, self.world.device, self.receiving.poison)
             self._kept = grads if self.donate else None
         grads.begin()
         return grads

@@ -21,15 +21,16 @@ class Failure:
     rank: int | None
     error: BaseException
 
-    def for_rank(self, rank: int, waited: str = "") -> BaseException:
-        """What another rank raises because of it; ``waited`` says what that rank was waiting for."""
+    def for_rank(self, rank: int, doing: object = "", waited: str = "") -> BaseException:
+        """What another rank raises because of it; ``doing`` and ``waited`` say what that rank was at, and waiting for."""
         if isinstance(self.error, DeadlockError):
             return DeadlockError(str(self.error))
         if self.rank is None:
             return RankFailedError(f"rank {rank} stopped because the run was interrupted")
         error = f"{type(self.error).__name__}: {self.error}"
-        waited = f" (it was waiting for {waited})" if waited else ""
-        return RankFailedError(f"rank {rank} stopped because rank {self.rank} failed: {error}{waited}")
+        was = [f"was waiting for {waited}" if waited else "", f"was at {doing}" if doing else ""]
+        own = f" (it {' and '.join(filter(None, was))})" if any(was) else ""
+        return RankFailedError(f"rank {rank} stopped because rank {self.rank} failed: {error}{own}")
 
 
 class Gate:
@@ -77,7 +78,7 @@ class Hub:
     def check(self, rank: int) -> None:
         """Raise what stops ``rank``, if another rank has failed."""
         if self._failure is not None:
-            raise self._failure.for_rank(rank)
+            raise self._failure.for_rank(rank, self.records[rank].doing)
 
     def open(self, gate: Gate) -> None:
         """Let everyone through. Called by the one who completes what the gate stands for."""
@@ -108,8 +109,8 @@ class Hub:
                 with self.lock:
                     self._deadlock(rank, f"after {self._timeout:g} s without progress")
             if self._failure is not None:
-                doing = f", during {self.records[rank].doing}" if self.records[rank].doing else ""
-                raise self._failure.for_rank(rank, f"{named(gate.missing)} in {what}{doing}" if gate.missing else "")
+                waited = f"{named(gate.missing)} in {what}" if gate.missing else ""
+                raise self._failure.for_rank(rank, self.records[rank].doing, waited)
 
     def finish(self, rank: int) -> None:
         """Note that ``rank`` has returned from its main function."""

@@ -152,7 +152,7 @@ def _with(held: _Held, before: list[int], after: list[int], rank: int, mine: tup
     """What the open ranks hold after a stage."""
     if not after:
         return ()
-    if before == after:
+    if before == after and rank in after:
         at = after.index(rank)
         return (*held[:at], mine, *held[at + 1 :])
     known = dict(zip(before, held, strict=True)) | {rank: mine}

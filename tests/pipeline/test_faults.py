@@ -15,20 +15,29 @@ from functional_par import CommError, DeadlockError, Mesh, RankFailedError
 from .faulty import STAGES, Fault, raises, step_of
 
 WAITS = {
-    0: "rank 1 in recv over pp of float64[1, 3] (gradients of microbatch 0 from stage 1 to stage 0)",
+    0: "rank 1 in recv over pp of float64[1, 3] (gradients of microbatch 1 from stage 1 to stage 0)",
     2: "rank 1 in recv over pp of float64[1, 3] (activations of microbatch 2 from stage 1 to stage 2)",
 }
 """What the others wait for when stage 1 does not get through its forward of microbatch 2."""
-DURING = {0: "during backward of microbatch 1 on stage 0", 2: "during forward of microbatch 2 on stage 2"}
+AT = {0: "backward of microbatch 1 on stage 0", 2: "forward of microbatch 2 on stage 2"}
 
 
 def run(happens, timeout):
-    """What each rank raised, and what the run did."""
+    """What each rank raised, and what the run did. It happens once the others wait."""
     told = {}
 
     def main(world):
+        hub = world._hub
+
+        def happens_then():
+            deadline = time.monotonic() + 10
+            while not {0, 2} <= set(hub._waiting):
+                assert time.monotonic() < deadline
+                threading.Event().wait(0.01)
+            happens()
+
         try:
-            step_of(world, happens)
+            step_of(world, happens_then)
         except Exception as error:
             told[world.rank] = error
             raise
@@ -46,8 +55,7 @@ def test_a_layer_that_raises_ends_the_other_threads_and_each_says_what_it_was_wa
     for rank in (0, 2):
         assert isinstance(told[rank], RankFailedError)
         assert "rank 1 failed: Fault: a layer gave up" in str(told[rank])
-    assert WAITS[2] in str(told[2])
-    assert DURING[2] in str(told[2])
+        assert f"(it was waiting for {WAITS[rank]} and was at {AT[rank]})" in str(told[rank])
 
 
 def test_a_thread_that_does_not_answer_is_told_after_the_timeout_with_a_line_for_every_rank():
@@ -61,9 +69,9 @@ def test_a_thread_that_does_not_answer_is_told_after_the_timeout_with_a_line_for
     assert "after 1 s without progress" in lines[0]
     assert "rank 1: is computing" in lines[2]
     assert "during forward of microbatch 2 on stage 1" in lines[2]
-    assert WAITS[2] in lines[3]
-    assert DURING[2] in lines[3]
-    assert "waits for rank 1 in recv over pp of float64[1, 3] (gradients of microbatch" in lines[1]
+    for rank in (0, 2):
+        assert f"waits for {WAITS[rank]}" in lines[rank + 1]
+        assert f"during {AT[rank]}" in lines[rank + 1]
 
 
 @pytest.mark.parametrize("kind", ["raises", "killed", "stopped"])

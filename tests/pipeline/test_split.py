@@ -49,6 +49,7 @@ def problems(draw):
             [round_robin(p, v) for p in (1, 2, 3, 4) for v in (1, 2, 3) if p * v <= 6]
             + [there_and_back(p) for p in (1, 2, 3)]
         )
+        | st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)  # a user's own
     )
     layers = draw(st.integers(len(placement), 9))
     costs = draw(st.lists(st.integers(0, 300), min_size=layers, max_size=layers))
