@@ -25,7 +25,8 @@ class Action(NamedTuple):
     """One piece of work: a stage, what it does, and the microbatch it does it on.
 
     ``F`` forward; ``B`` whole backward; or the backward in two: ``I`` the gradients of the stage's inputs, on which the stage
-    before waits, and ``W`` those of its weights, on which nobody does (arXiv 2401.10241).
+    before waits, and ``W`` those of its weights, on which nobody does (arXiv 2401.10241). What can wait for ``W`` are weights
+    that a layer passes to ``fp.nn`` as they are; the gradients of others come in ``I``.
 
     >>> str(Action(2, "F", 0)), Action.parse("2F0")
     ('2F0', Action(stage=2, kind='F', microbatch=0))

@@ -132,6 +132,10 @@ def stage_pp(
         memory: bytes that each rank has for its stages, or an ``fp.MemoryBound`` that says more. Splits that need more are
             not taken. Used when pp > 1.
 
+    Every model trains right under every schedule. Where a backward is cut in two, the weights and biases that a layer passes,
+    as they are, to ``fp.nn.column_linear``, ``fp.nn.row_linear``, ``fp.nn.embedding`` and what is made of these get their
+    gradients in W. What a layer uses in other ways (``x @ w.T``, a weight that it has scaled or sliced first) gets them in I.
+
     Raises:
         CompositionError: fewer than one microbatch, more stages than layers, or a split that does not fit the model.
         ScheduleError: an unknown schedule, chunks that it does not have, or one of your own that cannot run.

@@ -16,6 +16,7 @@ STEPS = (
 PIPELINE = ("tests/pipeline", "tests/properties/test_schedules.py", "tests/test_step.py")
 SHARDS = ("tests/test_restore.py", "tests/properties/test_maps.py", "tests/test_shards.py")
 MAPS = ("tests/maps", "tests/transforms/test_own.py")
+DEFERRED = ("tests/pipeline/test_deferred.py",)
 PICTURES = ("tests/report",)
 
 
@@ -243,6 +244,77 @@ MUTANTS = (
         "        if use.source.owed != most.source.owed:",
         "        if False:",
         TRACE,
+    ),
+    # Captured weights
+    Mutant(
+        "a captured weight gets the transpose of its gradient",
+        "capture.py",
+        "buffer = buffer.view(self.cotangent.shape[1], self.x.shape[1])",
+        "buffer = buffer.view(self.x.shape[1], self.cotangent.shape[1]).t()",
+        DEFERRED,
+    ),
+    Mutant(
+        "the first product of a step is added to what the memory holds",
+        "capture.py",
+        "beta=0 if first else 1)",
+        "beta=1)",
+        DEFERRED,
+    ),
+    Mutant(
+        "the first rows of a step are added to what the memory holds",
+        "capture.py",
+        "        if first:\n            buffer.zero_()",
+        "        if False:\n            buffer.zero_()",
+        DEFERRED,
+    ),
+    Mutant(
+        "later sums of a bias replace earlier ones",
+        "capture.py",
+        "flat.add_(self.cotangent.sum(0, dtype=flat.dtype))",
+        "flat.copy_(self.cotangent.sum(0, dtype=flat.dtype))",
+        DEFERRED,
+    ),
+    Mutant(
+        "weights are captured inside the transforms of a layer",
+        "capture.py",
+        "if not torch.is_grad_enabled() or _depth() != self._depth:",
+        "if not torch.is_grad_enabled():",
+        DEFERRED,
+    ),
+    Mutant(
+        "the bias of a captured weight is forgotten",
+        "nn/captured.py",
+        "        if b is not None and b.path is not None:",
+        "        if False:",
+        DEFERRED,
+    ),
+    Mutant(
+        "a weight whose input needs no cotangent gets no gradient",
+        "nn/captured.py",
+        "None if x.requires_grad else capture.token, kept",
+        "None, kept",
+        DEFERRED,
+    ),
+    Mutant(
+        "a leaf that is captured and used otherwise keeps the captured part alone, in the first step",
+        "pipeline/back.py",
+        "if path in used or not self.capture.uses[path]}",
+        "if not self.capture.uses[path]}",
+        DEFERRED,
+    ),
+    Mutant(
+        "a leaf that is captured and used otherwise keeps the captured part alone, later on",
+        "pipeline/back.py",
+        "            if path not in capture.ordinary\n",
+        "",
+        DEFERRED,
+    ),
+    Mutant(
+        "the parts of a gradient are added in another order where weights come later",
+        "pipeline/back.py",
+        "if path in self.shared or self.capture.uses[path]]",
+        "if self.capture.uses[path]]",
+        DEFERRED,
     ),
     # Reduction, ties, norm
     Mutant(
