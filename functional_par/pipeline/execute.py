@@ -74,7 +74,6 @@ class Executor:
         self.losses: dict[int, tuple[Tensor, Tensor]] = {}
         self._posted: dict[Message, list[Handle]] = {}
         self._held: dict[Message, list[Tensor]] = {}
-        self._outputs: dict[Key, list[Tensor]] = {}
 
     def run(self) -> list[tuple[Tensor, Tensor]]:
         """Run all tasks; returns (loss sum, count) of each microbatch, in order, on the rank of the last stage."""
@@ -105,7 +104,7 @@ class Executor:
             x, back = call.forward(self.engine, self.leaves, x, par)
             live.backs.append(back)
         if stage == self.part.last:
-            self.losses[microbatch] = x[0], x[1]
+            self.losses[microbatch] = self.buffers.owned(x[0]), self.buffers.owned(x[1])
         for message in task.sends:
             self._send(message, [x[each.output] for each in self._carried(message)])
         if self.gradients is None:

@@ -86,7 +86,9 @@ def flow(entries: Sequence[LayerTrace], count: int, last: bool) -> tuple[list[in
     for entry in entries:
         read |= {at for i in entry.touched if (at := places[i]) is not None}
         places = [None if i is None else places[i] for i in entry.passed]
-    return ([] if last else places), read
+    if last:  # the loss may be a leaf of its input
+        return [], read | {at for at in places if at is not None}
+    return places, read
 
 
 def _carries(entry: LayerTrace, place: int) -> bool:

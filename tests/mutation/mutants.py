@@ -298,8 +298,8 @@ MUTANTS = (
     Mutant(
         "a leaf that is captured and used otherwise keeps the captured part alone, in the first step",
         "pipeline/back.py",
-        "if path in used or not self.capture.uses[path]}",
-        "if not self.capture.uses[path]}",
+        "for path in self.capture.raw if path in ordinary}",
+        "for path in self.capture.raw if path in ordinary and not self.capture.uses[path]}",
         DEFERRED,
     ),
     Mutant(
@@ -509,6 +509,20 @@ MUTANTS = (
         "return x.clone() if x.untyped_storage()._cdata in self._memory else x",
         "return x",
         ("tests/pipeline/test_buffers.py",),
+    ),
+    Mutant(
+        "the count of a loss stays in received memory, which the next microbatch overwrites",
+        "pipeline/execute.py",
+        "self.buffers.owned(x[0]), self.buffers.owned(x[1])",
+        "x[0], x[1]",
+        PIPELINE,
+    ),
+    Mutant(
+        "a loss that is a leaf of its input does not get it from its stage",
+        "pipeline/routes.py",
+        "return [], read | {at for at in places if at is not None}",
+        "return [], read",
+        PIPELINE,
     ),
     Mutant(
         "received memory is given back after the input-backward, though weight gradients still read it",

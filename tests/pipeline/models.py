@@ -26,6 +26,7 @@ def look_up(p: Any, batch: Any, par: fp.Par) -> Any:
         "ids": batch["tokens"],
         "hops": kept.sum(1),
         "aux": (x.square() * kept[..., None]).sum(),
+        "count": kept.sum(),
     }
 
 
@@ -55,15 +56,15 @@ KINDS = (mix, join, mask, plain, shift)
 
 
 def head(p: Any, s: Any, par: fp.Par) -> Any:
-    return fp.nn.column_linear(s["x"], p, par) + s["hops"][:, None, None] * 0.01, s["aux"]
+    return fp.nn.column_linear(s["x"], p, par) + s["hops"][:, None, None] * 0.01, s["aux"], s["count"]
 
 
 def loss(p: Any, y: Any, par: fp.Par) -> Any:
-    logits, aux = y
+    logits, aux, count = y
     labels = par.batch["labels"]
     kept = labels != -100
     picked = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    return -(picked * kept).sum() + 0.1 * aux, kept.sum()
+    return -(picked * kept).sum() + 0.1 * aux, count
 
 
 def skipping(layers: int) -> Model:
