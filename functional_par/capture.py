@@ -126,7 +126,7 @@ class Capture:
         """``raw``: the trainable leaves of the layer, as plain tensors."""
         self.raw = raw
         self.uses: Counter[str] = Counter()
-        self.ordinary: set[str] = set()
+        self.ordinary: dict[str, Tensor] = {}
         self.token: Tensor | None = None
         self._given: dict[int, tuple[str, Tensor]] = {}
         self._depth, self._forward = -1, False
@@ -185,29 +185,38 @@ class Capture:
         else:
             later.append(pair)
 
-    def watch(self, path: str, leaf: Tensor) -> Tensor:
-        """The leaf under another name; notes in ``ordinary`` if a cotangent flows into it."""
-        watched: Tensor = _Watch.apply(leaf, path, self.ordinary)
-        return watched
+    def watched(self, token: Tensor) -> dict[str, Tensor]:
+        """The leaves to give to the layer, whose cotangents, all uses together, come into ``ordinary``. Nothing comes for one
+        that is not differentiated, and no zeros are made for it."""
+        leaves = _Leaves.apply(token, _Watched(self.raw, self.ordinary))
+        return dict(zip(self.raw, leaves, strict=True))
 
 
-class _Watch(torch.autograd.Function):
-    """The identity. Its backward runs only if a cotangent arrives."""
+@dataclass(frozen=True, eq=False)
+class _Watched:
+    """Leaves, and where what arrives at them is put; a dict alone would be copied by torch."""
+
+    leaves: Mapping[str, Tensor]
+    found: dict[str, Tensor]
+
+
+class _Leaves(torch.autograd.Function):
+    """Constants, recorded for the sake of the token."""
 
     @staticmethod
-    def forward(x: Tensor, path: str, found: set[str]) -> Tensor:
-        return x.view_as(x)
+    def forward(token: Tensor, watched: _Watched) -> tuple[Tensor, ...]:
+        return tuple(leaf.view_as(leaf) for leaf in watched.leaves.values())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.path, ctx.found = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        _, ctx.watched = inputs
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor | None) -> Any:
-        if cotangent is not None:
-            ctx.found.add(ctx.path)
-        return cotangent, None, None
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        arrived = zip(ctx.watched.leaves, cotangents, strict=True)
+        ctx.watched.found.update((path, ct.detach()) for path, ct in arrived if ct is not None)
+        return None, None
 
 
 def _depth() -> int:

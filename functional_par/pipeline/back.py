@@ -16,9 +16,9 @@ from functional_par.vjp import Pull
 class Uses:
     """How a layer uses its leaves, found out by its first calls; it does the same at every call.
 
-    Until the first backward has run all leaves are differentiated, and watched. A leaf into which no cotangent flows, though
-    kernels have captured it, has no other use: what is differentiated is the same graph each time. From then on it is left
-    out, for its gradient would be zeros of its size.
+    Until the first backward has run it gets leaves that are watched. One into which no cotangent flows, though kernels have
+    captured it, has no other use: what is differentiated is the same graph each time. From then on the leaves that have other
+    uses are primals, which costs less than to watch them; those that have none are not, for theirs would be zeros.
 
     Attributes:
         hidden: the leaves with no other use, and by how many kernels they are captured; None until the first backward.
@@ -73,12 +73,11 @@ class Back:
         """
         with self.capture.backward(gradients, later):
             result = self.pull(cotangents)
-        n = len(self.primals)
+        n, ordinary = len(self.primals), self.capture.ordinary
         found = dict(zip(self.primals, result[:n], strict=True))
         if self.learning is not None:
             self.learning.learn(self.capture)
-            used = self.capture.ordinary
-            found = {path: gradient for path, gradient in found.items() if path in used or not self.capture.uses[path]}
+            found = {path: ordinary[path] for path in self.capture.raw if path in ordinary}
         if later is not None:  # a part of a leaf's gradient keeps its place among those that come later
             waiting = [path for path in found if path in self.shared or self.capture.uses[path]]
             later += [Ready(path, found.pop(path)) for path in waiting]

@@ -69,14 +69,14 @@ class Call:
     ) -> tuple[list[Tensor], Back]:
         """Run the layer on the flat leaves of its input; returns those of its output, and its backward."""
         capture, hidden = Capture({path: leaves[path] for path in self.trainable}), self.uses.hidden
-        names = tuple(path for path in self.trainable if path not in (hidden or ()))
+        names = () if hidden is None else tuple(path for path in self.trainable if path not in hidden)
         n, kept = len(names), {path: leaves[path] for path in self.layer.paths}
         par = par.within(self.layer.name, capture)
 
         def function(*primals: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             own = dict(zip(names, primals, strict=False))
-            if hidden is None and torch.is_grad_enabled():
-                own = {path: capture.watch(path, leaf) for path, leaf in own.items()}
+            if hidden is None and capture.raw and torch.is_grad_enabled():
+                own = capture.watched(primals[-1])
             inputs = pytree.tree_unflatten(_weave(self.before.differentiable, primals[n:], x), self.before.structure)
             with capture.forward({**capture.raw, **own}, primals[-1] if capture.raw else None):
                 y = self.layer.fn(self.layer.select(kept | own), inputs, par)
