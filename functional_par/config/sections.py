@@ -49,7 +49,8 @@ class Parallelism:
         dp, pp, tp, cp, ep: sizes of the mesh axes. The batch is split over ep as over dp.
         pp_engine: the pipeline schedule, by any of its names (``Interleaved1F1B`` is ``interleaved``), or a CSV file of actions
             as torch's pipelining reads them. The path of a file that does not start with ``/`` is relative to the current
-            directory, as ``data.text`` is. Engines differ in memory and time, never in results.
+            directory, as ``data.text`` is. Engines differ in memory and time, never in results. torchtitan's
+            ``pipeline_parallel_schedule`` is the same key.
         pp_chunks: stages on each rank, for engines that have several; null is the engine's own number.
         tp_mode: how activations lie between tensor-parallel layers.
         tp_linear_async_communication: overlap tensor-parallel communication with computation.
@@ -62,11 +63,17 @@ class Parallelism:
     """
 
     dp: int = _ranks()
-    pp: int = _ranks()
+    pp: int = _ranks(aliases=("pipeline_parallel_degree",))
     tp: int = _ranks()
     cp: int = _ranks(aliases=("context_parallel_size",))
     ep: int = _ranks(aliases=("expert_parallel_size",))
-    pp_engine: str | None = key("1f1b", choices=schedule_names(), canonical=canonical, files=".csv")
+    pp_engine: str | None = key(
+        "1f1b",
+        choices=schedule_names(),
+        canonical=canonical,
+        files=".csv",
+        aliases=("pipeline_parallel_schedule", "pipeline_parallel_schedule_csv"),
+    )
     pp_chunks: int | None = _layers(None)
     tp_mode: str | None = key("ALL_REDUCE", choices=("ALL_REDUCE", "REDUCE_SCATTER"))
     tp_linear_async_communication: bool | None = key(False)

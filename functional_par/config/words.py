@@ -7,7 +7,7 @@ import types
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin
 
-from functional_par.config.rule import Place, Rule, names_of, strip_optional
+from functional_par.config.rule import Place, Rule, strip_optional
 from functional_par.errors import ConfigError
 
 
@@ -62,4 +62,4 @@ def _kind(value: Any) -> str:
 
 def some_keys(cls: Any) -> str:
     """The first keys of a section, as examples."""
-    return ", ".join(list(names_of(cls))[:4])
+    return ", ".join(field.name for field in dataclasses.fields(cls)[:4])

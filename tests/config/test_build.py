@@ -36,6 +36,25 @@ def test_a_program_has_the_layout_of_the_file():
     assert plan.specs["embed.weight"].owners == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "schedule", "stages"),
+    [
+        ("1F1B", "1f1b", 2),
+        ("GPipe", "afab", 2),
+        ("Interleaved1F1B", "interleaved", 4),
+        ("LoopedBFS", "looped-bfs", 4),
+        ("InterleavedZeroBubble", "interleaved-zb", 4),
+        ("ZBVZeroBubble", "zbv", 4),
+        ("DualPipeV", "dualpipev", 4),
+    ],
+)
+def test_keys_and_names_of_torchtitan_are_known(name, schedule, stages):
+    parallelism = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": name}
+    found = config(model=GPT | {"n_layers": 4}, parallelism=parallelism)
+    plan = found.program().plan(found.mesh())
+    assert (plan.schedule, len(plan.stages)) == (schedule, stages)
+
+
 def test_stages_may_be_named_and_may_have_a_bound_of_memory():
     given = config(parallelism={"pp": 2, "stage_layers": ["embed", "block0-1 head"]})
     assert [len(names) for names in given.program().plan(given.mesh()).stages] == [1, 3]
