@@ -13,7 +13,19 @@ STEPS = (
     "tests/properties/test_schedules.py",
     "tests/test_step.py",
 )
-PIPELINE = ("tests/pipeline", "tests/properties/test_schedules.py", "tests/test_step.py")
+SCHEDULES = (
+    "tests/pipeline/test_schedules.py",
+    "tests/pipeline/test_verify.py",
+    "tests/pipeline/test_simulate.py",
+    "tests/pipeline/test_mutations.py",
+    "tests/pipeline",
+)
+PIPELINE = (
+    "tests/pipeline/test_execute.py",
+    "tests/pipeline/test_routes.py",
+    "tests/pipeline/test_equal.py",
+    "tests/pipeline",
+)
 SHARDS = ("tests/test_restore.py", "tests/properties/test_maps.py", "tests/test_shards.py")
 MAPS = ("tests/maps", "tests/transforms/test_own.py")
 DEFERRED = ("tests/pipeline/test_deferred.py",)
@@ -393,7 +405,7 @@ MUTANTS = (
         "pipeline/makers.py",
         "away if chunks == 1 else 2 * away",
         "max(0, away - 1) if chunks == 1 else 2 * away",
-        PIPELINE,
+        SCHEDULES,
     ),
     Mutant(
         "backwards of AFAB in the order of a stack",
@@ -401,7 +413,7 @@ MUTANTS = (
         'return Schedule("afab", looped_bfs(ranks, microbatches, 1).rows)',
         'return Schedule("afab", tuple(r[:len(r) // 2] + r[:len(r) // 2 - 1:-1] for r in '
         "looped_bfs(ranks, microbatches, 1).rows))",
-        PIPELINE,
+        SCHEDULES,
     ),
     # Schedules: makers, proof, clock
     Mutant(
@@ -409,42 +421,42 @@ MUTANTS = (
         "pipeline/live.py",
         'last = "BW" if any',
         'last = "BI" if any',
-        PIPELINE,
+        SCHEDULES,
     ),
     Mutant(
         "one activation more than the bound passes",
         "pipeline/live.py",
         "if now > bound:",
         "if now > bound + 1:",
-        PIPELINE,
+        SCHEDULES,
     ),
     Mutant(
         "a schedule whose weight-backward is missing passes",
         "pipeline/wellformed.py",
         "if there in ([whole], [inputs, weights]):",
         "if there in ([whole], [inputs], [inputs, weights]):",
-        PIPELINE,
+        SCHEDULES,
     ),
     Mutant(
         "a weight-backward before its input-backward passes",
         "pipeline/wellformed.py",
         '"W": "I"})',
         '"W": "F"})',
-        PIPELINE,
+        SCHEDULES,
     ),
     Mutant(
         "the verifier takes what was sent as received in any order of the rows",
         "pipeline/token_game.py",
         "return next((message for message in takes if message not in self.there), None)",
         "return next((message for message in takes if message not in self.there and message.local), None)",
-        PIPELINE,
+        SCHEDULES,
     ),
     Mutant(
         "the order of messages at the two ends of a lane is not compared",
         "pipeline/token_game.py",
         "if sent != posted:",
         "if False:",
-        PIPELINE,
+        SCHEDULES,
     ),
     Mutant(
         "messages within a rank take time",
@@ -465,28 +477,28 @@ MUTANTS = (
         "pipeline/greedy.py",
         "self.live + sum(later > stage for later in self.stages) < self.most_live",
         "self.live < self.most_live",
-        PIPELINE,
+        SCHEDULES,
     ),
     Mutant(
         "greedy: a forward without room waits for idle time",
         "pipeline/greedy.py",
         "room = weight if ready else None",
         "room = None",
-        PIPELINE,
+        SCHEDULES,
     ),
     Mutant(
         "greedy: input-backwards always go first",
         "pipeline/greedy.py",
         'if rank.turn == "F" else',
         "if False else",
-        PIPELINE,
+        SCHEDULES,
     ),
     Mutant(
         "ZB-H1 puts off one weight-backward too few",
         "pipeline/makers.py",
         '*[("W", stage)] * (at >= rank)',
         '*[("W", stage)] * (at >= max(0, rank - 1))',
-        PIPELINE,
+        SCHEDULES,
     ),
     Mutant(
         "an overlapped pair of a schedule file is read in the wrong order",
