@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from functional_par.capture import Accumulator, Pair
 from functional_par.comm.base import Handle, World
 from functional_par.errors import ScheduleError
+from functional_par.pipeline.back import Back
 from functional_par.pipeline.buffers import Buffers
 from functional_par.pipeline.messages import Message, Task
 from functional_par.pipeline.part import Carried, Chunk, Part
 from functional_par.pipeline.recording import Recording
 from functional_par.pipeline.routes import BATCH
 from functional_par.pipeline.schedule import Action
-from functional_par.pipeline.stage import Accumulator, Back, Pair
 from functional_par.run_par import RunPar
 from functional_par.vjp import Engine
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from functional_par.capture import Pair
 from functional_par.model import init_leaf
-from functional_par.pipeline.stage import Call, Pair
+from functional_par.pipeline.stage import Call
 from functional_par.plan import Plan
 from functional_par.run_par import RunPar
 from functional_par.vjp import Engine, tape_vjp

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from functional_par.capture import Accumulator as Accumulator
 from functional_par.capture import Capture
-from functional_par.capture import Pair as Pair
 from functional_par.errors import ModelError
 from functional_par.model import LOSS, Layer
-from functional_par.pipeline.back import Back as Back
-from functional_par.pipeline.back import Uses
+from functional_par.pipeline.back import Back, Uses
 from functional_par.pipeline.routes import routes
 from functional_par.plan import Plan
 from functional_par.run_par import RunPar
