@@ -87,6 +87,12 @@ class StagePP(Transform):
                 f"stage_pp(schedule={given.name!r}): it is a schedule of {given.ranks} ranks, but pp={ranks}. Give one with "
                 "a row for each rank of pp, or a function of (ranks, microbatches) that makes one for any number."
             )
+        if given.microbatches != self.microbatches:
+            raise CompositionError(
+                f"stage_pp(schedule={given.name!r}): it is a schedule of {given.microbatches} microbatches, but "
+                f"microbatches={self.microbatches}. Make them equal, or give a function of (ranks, microbatches) that makes a "
+                "schedule of any number."
+            )
         verify(given, microbatches=self.microbatches)
         return given.name, given.placement, given
 

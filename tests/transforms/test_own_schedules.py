@@ -89,7 +89,8 @@ def test_a_schedule_of_another_number_of_ranks_is_refused_with_both():
 
 
 def test_a_schedule_of_another_number_of_microbatches_is_refused():
-    with pytest.raises(ScheduleError, match="microbatch"):
+    message = "stage_pp(schedule='mine'): it is a schedule of 2 microbatches, but microbatches=4. Make them equal"
+    with pytest.raises(CompositionError, match=re.escape(message)):
         composed(Schedule.of("mine", OWN), microbatches=4)
 
 
