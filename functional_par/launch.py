@@ -110,7 +110,7 @@ def _end(watch: Watch, rank: int, error: BaseException, state: Callable[[], str]
     elif earlier:
         leave(rank, earlier, state())
     elif not isinstance(error, SystemExit):
-        print(f"functional_par: rank {rank} failed; its error follows", file=sys.stderr, flush=True)
+        print(f"functional_par: rank {rank} failed ({state()}); its error follows", file=sys.stderr, flush=True)
 
 
 def _leave_it_to_rank_0() -> None:

@@ -102,7 +102,8 @@ def _run_threads(main: Callable[[World], Any], mesh: Mesh, device: torch.device,
         _join(threads, GRACE)
         torch.set_num_threads(before)
     if (failure := board.hub.failure) is not None:
-        raise _told(failure.error, f"raised on rank {failure.rank} of {mesh}")
+        doing = board.hub.records[failure.rank].doing if failure.rank is not None else ""
+        raise _told(failure.error, f"raised on rank {failure.rank} of {mesh}" + (f", during {doing}" if doing else ""))
     return results
 
 

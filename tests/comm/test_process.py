@@ -106,7 +106,7 @@ def test_a_failing_process_ends_all_within_seconds_with_its_message(pool):
     assert code != 0
     failed = float(re.search(r"failing at ([\d.]+)", output)[1])
     assert ended - failed < 15
-    matched(output, "functional_par: rank 1 failed; its error follows")
+    matched(output, "functional_par: rank 1 failed (rank 1 was computing; last call: ")
     assert "ValueError: boom on rank one" in output
     matched(output, "stops because rank 1 failed: ValueError: boom on rank one")
     assert re.search(r"\(rank [023] was waiting in all_reduce over pp\+tp of float32\[3\]", output)
