@@ -38,11 +38,11 @@ def name(action: Action, chunk: int, most: int) -> str:
     return text.lower() if chunk else text
 
 
-def short(timeline: Timeline) -> float:
-    """What a picture is scaled by: a duration than which a tenth of the spans are shorter, or half of those that were
-    measured, among which there is noise; 1 if nothing takes time."""
+def short(timeline: Timeline, share: int | None = None) -> float:
+    """What a picture is scaled by: a duration than which a tenth of the spans are shorter (1 / ``share``), or half of those
+    that were measured, among which there is noise; 1 if nothing takes time."""
     found = sorted(d for span in timeline.spans if (d := span.end - span.start) > 0)
-    return found[(len(found) - 1) // (2 if timeline.unit else 10)] if found else 1.0
+    return found[(len(found) - 1) // (share or (2 if timeline.unit else 10))] if found else 1.0
 
 
 def row_names(timeline: Timeline, labels: Sequence[str] = ()) -> tuple[str, ...]:

@@ -1,20 +1,25 @@
-"""A timeline as text: a row a rank, time to the right, idle time as dots."""
+"""A timeline as text: a row a rank, time to the right, idle time as dots; in blocks where it is wider than its place."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from rich.text import Text
 
 from functional_par.pipeline.schedule import KINDS
 from functional_par.pipeline.timeline import Timeline
+from functional_par.report.blocks import MOST, Bar, Block, blocks
 from functional_par.report.cells import chunks, kinds, most_chunks, name, row_names, short
 
 COLORS: Mapping[str, str] = MappingProxyType({"F": "blue", "B": "green", "I": "yellow", "W": "magenta"})
 WIDEST = 1000
-"""Columns where nothing limits them."""
+"""Columns beside the names where nothing limits them."""
+FINEST = 1e9
+"""Columns of a whole picture; of more there is nothing to see."""
 
 
 def gantt(timeline: Timeline, columns: int | None = None, labels: Sequence[str] = (), colored: bool = False) -> Text:
@@ -22,8 +27,8 @@ def gantt(timeline: Timeline, columns: int | None = None, labels: Sequence[str] 
 
     Args:
         timeline: simulated or measured.
-        columns: the largest width, names included; None is as wide as it takes. A picture that is wider is scaled: an action
-            whose name does not fit its place shows its kind alone, and one without a place is left out.
+        columns: the largest width, names included; None for ``WIDEST``. A picture that is wider is cut into blocks, each
+            with its times and the names of the rows. The middle of one with more than 40 blocks is left out, which is said.
         labels: names of the rows, ``rank 0`` and so on if left out.
         colored: whether actions have a background; without, dashes show how far they reach.
 
@@ -37,64 +42,123 @@ def gantt(timeline: Timeline, columns: int | None = None, labels: Sequence[str] 
     """
     names = row_names(timeline, labels)
     margin = max(map(len, names), default=0) + 2
-    rows = _rows(timeline, _scale(timeline, _room(timeline, columns, labels)), colored)
-    return Text("\n").join(Text(label.ljust(margin)) + row for label, row in zip(names, rows, strict=True))
+    room = _room(columns, margin)
+    drawing = _drawing(timeline, room)
+    parts = blocks(drawing.bars, drawing.width, max(room, drawing.step), drawing.step)
+    lines: list[Text] = []
+    for block, before in zip(parts, (None, *parts), strict=False):
+        if len(parts) > 1:
+            lines += _heading(timeline, drawing, block, before)
+        rows = _rows(timeline.ranks, drawing.bars, block, colored)
+        lines += (Text(label.ljust(margin)) + row for label, row in zip(names, rows, strict=True))
+    return Text("\n").join(lines)
 
 
 def legend(timeline: Timeline, columns: int | None = None, labels: Sequence[str] = ()) -> str:
-    """What the letters mean, and whether some names had no room."""
+    """What the letters mean, and how many actions or names had no room at all."""
     found = ", ".join(f"{kind} {KINDS[kind]}" for kind in kinds(timeline))
     most = most_chunks(timeline)
     if most == 2:
         found += "; small letters: the second stage of the rank"
     elif most > 2:
         found += "; before the letter the stage"
-    scaled = _scale(timeline, _room(timeline, columns, labels)) < _wanted(timeline)
-    return f"{found}; after it the microbatch" + ("; scaled, names that do not fit are cut" if scaled else "")
+    found += "; after it the microbatch"
+    drawing = _drawing(timeline, _room(columns, max(map(len, row_names(timeline, labels)), default=0) + 2))
+    if drawing.cut:
+        found += f"; too short for their names, which are cut: {_actions(drawing.cut)}"
+    if drawing.left_out:
+        found += f"; too short for a place, and left out: {_actions(drawing.left_out)} (--output FILE.json has all)"
+    return found
 
 
-def _wanted(timeline: Timeline) -> float:
-    """Characters a unit of time at which names fit."""
-    most, places = most_chunks(timeline), chunks(timeline)
-    longest = max((len(name(s.action, places[s.rank, s.action.stage], most)) for s in timeline.spans), default=1)
-    return longest / short(timeline)
+def _actions(number: int) -> str:
+    return f"{number} action{'' if number == 1 else 's'}"
 
 
-def _room(timeline: Timeline, columns: int | None, labels: Sequence[str]) -> int:
-    """Characters beside the names of the rows."""
-    margin = max(map(len, row_names(timeline, labels)), default=0) + 2
-    return WIDEST if columns is None else max(1, columns - margin)
+@dataclass(frozen=True)
+class _Drawing:
+    """A timeline in characters, as wide as its names need.
+
+    Attributes:
+        bars: the actions that have a place, in the order of their starts.
+        width: of all of it.
+        step: of the longest name, for which a short action has room.
+        scale: characters a unit of time.
+        cut: actions whose name is cut.
+        left_out: actions without a place.
+    """
+
+    bars: tuple[Bar, ...]
+    width: int
+    step: int
+    scale: float
+    cut: int
+    left_out: int
 
 
-def _scale(timeline: Timeline, room: int) -> float:
-    wanted = _wanted(timeline)
-    limit = room / (timeline.makespan or 1.0)
-    if wanted <= limit:
-        return wanted
-    cell = limit * short(timeline)
-    # Cells of equal actions are equally wide if there is a whole number of characters for one.
-    return math.floor(cell) / short(timeline) if cell >= 1 and not timeline.unit else limit
-
-
-def _rows(timeline: Timeline, scale: float, colored: bool) -> list[Text]:
-    start = timeline.start
+def _drawing(timeline: Timeline, room: int) -> _Drawing:
+    most, places, start = most_chunks(timeline), chunks(timeline), timeline.start
+    named = [(span, places[span.rank, span.action.stage]) for span in sorted(timeline.spans, key=lambda s: s.start)]
+    step = max((len(name(span.action, chunk, most)) for span, chunk in named), default=1)
+    scale = _scale(timeline, step, room)
 
     def at(time: float) -> int:
         return math.floor((time - start) * scale + 0.5)
 
-    most, places, width = most_chunks(timeline), chunks(timeline), at(timeline.end)
-    rows = [Text() for _ in range(timeline.ranks)]
-    for span in sorted(timeline.spans, key=lambda span: span.start):
-        row, chunk = rows[span.rank], places[span.rank, span.action.stage]
-        first, end = max(at(span.start), len(row)), at(span.end)
+    bars, reached, cut = [], [0] * timeline.ranks, 0
+    for span, chunk in named:
+        first, end = max(at(span.start), reached[span.rank]), at(span.end)
         if end <= first:
             continue
-        row.append("." * (first - len(row)))
         text = name(span.action, chunk, most)
         if len(text) > end - first:
-            text = text[:1] if most <= 2 else span.action.kind
+            text, cut = (text[:1] if most <= 2 else span.action.kind), cut + 1
         style = f"{'black' if chunk % 2 == 0 else 'bold white'} on {COLORS[span.action.kind]}"
-        row.append(text.ljust(end - first, " " if colored else "-"), style if colored else None)
+        bars.append(Bar(span.rank, first, end, text, style))
+        reached[span.rank] = end
+    return _Drawing(tuple(bars), at(timeline.end), step, scale, cut, len(named) - len(bars))
+
+
+def _room(columns: int | None, margin: int) -> int:
+    """Characters beside the names of the rows."""
+    return WIDEST if columns is None else max(1, columns - margin)
+
+
+def _scale(timeline: Timeline, step: int, room: int) -> float:
+    """Characters a unit of time: names fit in nine of ten actions, or in every other one where that takes too many blocks."""
+    span = float(timeline.makespan) or 1.0
+    finest = step / float(short(timeline))
+    return (
+        finest
+        if finest * span <= MOST * room
+        else min(step / float(short(timeline, 2)), FINEST / span, sys.float_info.max)
+    )
+
+
+def _heading(timeline: Timeline, drawing: _Drawing, block: Block, before: Block | None) -> list[Text]:
+    """The times of a block, and what is left out before it."""
+
+    def time(column: int) -> str:
+        return f"{column / drawing.scale:.6g}"
+
+    unit = " s" if timeline.unit == "s" else ""
+    lines = [] if before is None else [""]
+    if before is not None and before.end < block.first:
+        gone = f"time {time(before.end)} to {time(block.first)}{unit}: {_actions(block.left_out)}"
+        lines += [f"{gone} left out here; --output FILE.svg draws all", ""]
+    return [*map(Text, lines), Text(f"time {time(block.first)} to {time(block.end)}{unit}")]
+
+
+def _rows(ranks: int, bars: Sequence[Bar], block: Block, colored: bool) -> list[Text]:
+    rows = [Text() for _ in range(ranks)]
+    for bar in bars:
+        first, end = max(bar.first, block.first), min(bar.end, block.end)
+        if first >= end:
+            continue
+        row = rows[bar.rank]
+        row.append("." * (first - block.first - len(row)))
+        text = bar.text.ljust(bar.end - bar.first, " " if colored else "-")
+        row.append(text[first - bar.first : end - bar.first], bar.style if colored else None)
     for row in rows:
-        row.append("." * (width - len(row)))
+        row.append("." * (block.end - block.first - len(row)))
     return rows

@@ -100,7 +100,10 @@ def test_a_terminal_gets_colours_within_its_width(printed, monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     shown = printed("--stages", 4, "--microbatches", 8)
     assert "\x1b[" in shown
-    assert "scaled, names that do not fit are cut" in shown
+    plain = re.sub("\x1b\\[[0-9;]*m", "", shown)
+    assert "\n\ntime 0 to 16\nrank 0  F0F1F2F3" in plain
+    assert re.findall(r"^rank 3 .*(B\d)", plain, re.MULTILINE)[-1] == "B7"
+    assert all(len(line) <= 40 for line in plain.splitlines() if line.startswith(("rank 0 ", "time")))
 
 
 def test_a_schedule_comes_from_a_configuration_and_flags_go_first(numbers, tmp_path):
