@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from functional_par.config import flags
-from functional_par.report import exit_code, header, say
+from functional_par.report import exit_code, explained, header, say
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if mesh.size <= flags.MOST_SHOWN:
             say("\n" + mesh.table())
     else:
-        say(str(program.explain(mesh)))
+        say(str(explained(config, program.plan(mesh))))
 
 
 if __name__ == "__main__":

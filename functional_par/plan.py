@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import RLock
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -20,6 +20,9 @@ from functional_par.pipeline.schedule import Schedule
 from functional_par.pipeline.schedules import make_schedule
 from functional_par.spec import Debt, Spec
 from functional_par.trace import Setting, Trace, trace
+
+if TYPE_CHECKING:
+    from functional_par.pipeline.told import Told
 
 T = TypeVar("T")
 
@@ -43,6 +46,7 @@ class Plan:
         placement: the pp coordinate of the ranks that run each stage; several stages may be on one.
         schedule, microbatches: how the pipeline runs: the schedule's name, and pieces of each replica's share of the batch.
         given: the user's own schedule, else None.
+        told: the shapes of a microbatch, where ``stage_pp`` was told them: by a bound of memory, or by measured costs.
         cut: makes the stages when everything else is known, if they depend on it; None once they are there.
         mode, async_comm: how tensor-parallel layers communicate.
         active: the axes that some transform uses.
@@ -62,6 +66,7 @@ class Plan:
     schedule: str = "1f1b"
     microbatches: int = 1
     given: Schedule | None = None
+    told: Told | None = None
     cut: Callable[[Plan], tuple[tuple[str, ...], ...]] | None = field(default=None, compare=False)
     mode: TensorParallelMode = TensorParallelMode.ALL_REDUCE
     async_comm: bool = False

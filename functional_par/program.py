@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from functional_par.errors import CompositionError, MeshError
 from functional_par.mesh import Mesh
@@ -65,11 +66,20 @@ class Program:
             transform.check(plan)
         return plan
 
-    def explain(self, mesh: Mesh) -> Explanation:
-        """What lies where, what is owed and who pays: a table to print."""
+    def explain(self, mesh: Mesh, batch: Mapping[str, Tensor | Sequence[int]] | None = None) -> Explanation:
+        """What lies where, what is owed and who pays: a table to print.
+
+        Args:
+            mesh: axis sizes.
+            batch: a microbatch, or the shape of each of its fields, by which activations are counted; by default that of
+                ``stage_pp(memory=fp.MemoryBound(batch=...))`` or ``stage_pp(costs=fp.measure(...))``, else one row.
+
+        Raises:
+            CompositionError: fields or shapes that the model does not take.
+        """
         from functional_par.report.explain import explain
 
-        return explain(self.plan(mesh))
+        return explain(self.plan(mesh), batch)
 
     def step(
         self,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-
-import torch
 
 from functional_par.errors import CompositionError
 from functional_par.model import LOSS
 from functional_par.pipeline.memory import MemoryBound, held_bytes, live_microbatches, rank_memory
 from functional_par.pipeline.split import Need, best_split, gigabytes
-from functional_par.plan import Fields, Plan
+from functional_par.pipeline.told import fields_of
+from functional_par.plan import Plan
 
 
 def fitting_stages(plan: Plan, bound: MemoryBound, costs: Sequence[int]) -> tuple[tuple[str, ...], ...]:
@@ -23,11 +22,11 @@ def fitting_stages(plan: Plan, bound: MemoryBound, costs: Sequence[int]) -> tupl
 
     Args:
         plan: with its placement and schedule, any stages of that number, and the sharding of every leaf.
-        bound: what a rank has, and the microbatch.
+        bound: what a rank has, and the shapes of a microbatch.
         costs: of each layer, the loss with the last.
 
     Raises:
-        CompositionError: no split fits, or the bound does not say the sizes of the microbatch.
+        CompositionError: no split fits, or the shapes are not those of the model.
     """
     sizes = best_split(costs, plan.placement, _need(plan, bound), int(bound.bytes))
     names = [layer.name for layer in plan.model.layers]
@@ -36,7 +35,7 @@ def fitting_stages(plan: Plan, bound: MemoryBound, costs: Sequence[int]) -> tupl
 
 def check_fit(plan: Plan, bound: MemoryBound) -> None:
     """Raise CompositionError for a finished plan with a rank that has no room for its stages."""
-    needs = rank_memory(plan, fields_of(plan, bound.batch, bound.dtype), bound.dtype, bound.slots)
+    needs = rank_memory(plan, fields_of(plan.model, bound.batch or {}, bound.dtype), bound.dtype, bound.slots)
     pp, most = max(enumerate(needs), key=lambda entry: entry[1].total)
     if most.total > bound.bytes:
         stages = ", ".join(f"stage {s} ({' '.join(plan.stages[s])})" for s in plan.stages_on(pp))
@@ -45,28 +44,6 @@ def check_fit(plan: Plan, bound: MemoryBound) -> None:
             f"{gigabytes(most.activations)}, but have {gigabytes(int(bound.bytes))}. Leave split out, so that the layers are "
             "cut to fit, or give such a rank fewer layers."
         )
-
-
-def fields_of(plan: Plan, batch: Mapping[str, Sequence[int]] | None, dtype: torch.dtype) -> Fields:
-    """Shape and dtype of each field of a microbatch of these shapes; by default one row of the sizes that the model declares.
-
-    Raises:
-        CompositionError: other fields than the model's, or sizes that neither the shapes nor the model say.
-    """
-    known = plan.model.batch or {}
-    if batch is None:
-        if any(None in given.shape[1:] for given in known.values()):
-            raise CompositionError(
-                "MemoryBound(batch=None): the model leaves sizes of its batch open, by which the activations go. Give the "
-                "shape of each field of a microbatch, such as batch={'tokens': (4, 1024), 'labels': (4, 1024)}."
-            )
-        batch = {name: (1, *(size or 1 for size in given.shape[1:])) for name, given in known.items()}
-    if set(batch) != set(known):
-        raise CompositionError(
-            f"MemoryBound(batch=...): the model takes the fields {sorted(known)}, but shapes are given for {sorted(batch)}."
-        )
-    kinds = {name: dtype if given.dtype.is_floating_point else given.dtype for name, given in known.items()}
-    return {name: (tuple(batch[name]), kinds[name]) for name in known}
 
 
 @dataclass(frozen=True)
@@ -79,7 +56,7 @@ class _Leaf:
 
 def _need(plan: Plan, bound: MemoryBound) -> Need:
     """Bytes of a stage of some layers."""
-    traced = plan.trace(fields_of(plan, bound.batch, bound.dtype), bound.dtype).layers
+    traced = plan.trace(fields_of(plan.model, bound.batch or {}, bound.dtype), bound.dtype).layers
     names = [layer.name for layer in plan.model.layers]
     kept = [traced[name].saved for name in names]
     kept[-1] += traced[LOSS].saved

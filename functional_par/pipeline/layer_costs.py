@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from functional_par.pipeline.costs import Costs
 
 if TYPE_CHECKING:
@@ -21,12 +23,23 @@ class LayerCosts:
         input_backward: seconds until the cotangents of the layer's input are there.
         weight_backward: seconds of what can wait beyond that; zero for layers whose backward is one piece.
         saved: bytes that the layer keeps from forward to backward, parameters not counted.
+        batch: shape of each field of the microbatch; None if it is not known.
+        dtype: of parameters and activations.
+
+    ``print`` shows a table.
     """
 
     forward: Mapping[str, float]
     input_backward: Mapping[str, float]
     weight_backward: Mapping[str, float]
     saved: Mapping[str, int]
+    batch: Mapping[str, tuple[int, ...]] | None = None
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        from functional_par.report.layer_costs import layer_costs
+
+        return layer_costs(self)
 
     @property
     def total(self) -> dict[str, float]:

@@ -16,6 +16,7 @@ from functional_par.model import Model
 from functional_par.pipeline.layer_costs import LayerCosts
 from functional_par.pipeline.rounds import Rounds
 from functional_par.pipeline.stage import stage_calls
+from functional_par.pipeline.told import check_shapes, shapes_of
 from functional_par.plan import Fields, Plan
 from functional_par.program import Program, compose
 from functional_par.run_par import RunPar
@@ -41,7 +42,7 @@ def measure(
         rounds: how often each layer is timed, after one run that is not.
 
     Raises:
-        CompositionError: neither a model nor a program, fields that the model does not take, or fewer than one round.
+        CompositionError: neither a model nor a program, fields or shapes that the model does not take, or fewer than one round.
     """
     plan = _plan(model)
     fields = _microbatch(plan.model, batch, dtype)
@@ -54,7 +55,7 @@ def measure(
         saved = run.saved()
         times = [run.seconds(engine) for _ in range(rounds)]
     forward, first, second = ({name: median(each[name][i] for each in times) for name in saved} for i in range(3))
-    return LayerCosts(forward, first, second, saved)
+    return LayerCosts(forward, first, second, saved, shapes_of(fields), dtype)
 
 
 def _plan(model: Any) -> Plan:
@@ -70,11 +71,8 @@ def _plan(model: Any) -> Plan:
 
 def _microbatch(model: Model, batch: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
     """The fields as tensors, those given by shape drawn."""
+    check_shapes(model, shapes_of(batch), "measure")
     known = model.batch or {}
-    if set(batch) != set(known):
-        raise CompositionError(
-            f"measure: the model takes the fields {sorted(known)}, but the batch has {sorted(batch)}."
-        )
     result = {}
     for name, given in batch.items():
         if isinstance(given, Tensor):

@@ -15,12 +15,10 @@ from functional_par.errors import CompositionError
 from functional_par.optim.base import Optimizer, slot_dtype
 from functional_par.pipeline.live import peaks
 from functional_par.pipeline.schedule import Schedule
+from functional_par.pipeline.told import SLOTS, fields_of
 
 if TYPE_CHECKING:
     from functional_par.plan import Fields, Plan
-
-SLOTS = 2
-"""Tensors that AdamW keeps for each leaf."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,8 @@ class MemoryBound:
 
     Attributes:
         bytes: for parameters, gradients, optimizer state and activations together.
-        batch: shape of each field of a microbatch; by default one row of the sizes that the model declares.
+        batch: shape of each field of a microbatch; by default those that the costs of the layers were measured with, or that
+            the model itself declares, if it leaves neither rows nor other sizes open.
         dtype: of parameters and activations.
         slots: tensors that the optimizer keeps for each leaf; AdamW has two.
 
@@ -90,7 +89,8 @@ def stage_memory(
 
     Args:
         plan: a finished plan.
-        batch: shape and dtype of each field of a microbatch; by default one row of the sizes that the model declares.
+        batch: shape and dtype of each field of a microbatch; by default of the shapes that the plan was told with its costs or
+            its bound of memory, else ``plan.example()``: one row, and small sizes where the model leaves them open.
         dtype: of parameters and activations.
         optimizer: the optimizer, or how many tensors it keeps for each leaf.
         saved: bytes that each layer keeps for the backward of one such microbatch, as ``fp.measure`` finds them; by default
@@ -147,4 +147,6 @@ def live_microbatches(schedule: Schedule) -> tuple[int, ...]:
 def _saved(plan: Plan, batch: Fields | None, dtype: torch.dtype, saved: Mapping[str, int] | None) -> Mapping[str, int]:
     if saved is not None:
         return saved
+    if batch is None and plan.told is not None:
+        batch = fields_of(plan.model, plan.told.batch, dtype)
     return {name: layer.saved for name, layer in plan.trace(batch, dtype).layers.items()}

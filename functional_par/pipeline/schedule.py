@@ -50,13 +50,21 @@ class Action(NamedTuple):
         found = _CELL.fullmatch(text)
         if found is None:
             raise ScheduleError(
-                f"action {text!r}: write stage, kind and microbatch, as in 2F0; kinds are F (forward), B (backward), I "
-                "(input-backward) and W (weight-backward)."
+                f"{shortened(text)} is no action: write stage, kind and microbatch, as in 2F0; kinds are F (forward), B "
+                "(backward), I (input-backward) and W (weight-backward)."
             )
         return cls(int(found[1]), found[2], int(found[3]))  # type: ignore[arg-type]  # the pattern has the kinds
 
 
 Row = tuple[Action, ...]
+
+_ROWS = "write one list of actions for each rank, such as [['0F0', '0B0'], ['1F0', '1B0']]"
+
+
+def shortened(cell: object, most: int = 60) -> str:
+    """What somebody wrote for an action, no longer than a message bears."""
+    text = repr(cell)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 @dataclass(frozen=True)
@@ -73,14 +81,14 @@ class Schedule:
 
     @classmethod
     def of(cls, name: str, rows: Iterable[Iterable[Action | str]]) -> Schedule:
-        """A schedule from rows of actions, or of their text.
+        """A schedule from rows of actions, or of their text. Raises ScheduleError with the place of what is neither.
 
         >>> Schedule.of("mine", [["0F0", "0B0"], ["1F0", "1B0"]]).placement
         (0, 1)
         """
-        return cls(
-            name, tuple(tuple(Action.parse(a) if isinstance(a, str) else Action(*a) for a in row) for row in rows)
-        )
+        if isinstance(rows, str) or not isinstance(rows, Iterable):
+            raise ScheduleError(f"schedule {name}: {shortened(rows)} is no list of rows; {_ROWS}.")
+        return cls(name, tuple(_row(name, rank, row) for rank, row in enumerate(rows)))
 
     @property
     def ranks(self) -> int:
@@ -122,6 +130,19 @@ class Schedule:
     def __str__(self) -> str:
         """One line a rank."""
         return "\n".join(" ".join(map(str, row)) for row in self.rows)
+
+
+def _row(name: str, rank: int, row: object) -> Row:
+    if isinstance(row, str) or not isinstance(row, Iterable):
+        raise ScheduleError(f"schedule {name}, rank {rank}: {shortened(row)} is no list of actions; {_ROWS}.")
+    actions = []
+    for at, cell in enumerate(row):
+        try:
+            actions.append(Action.parse(cell) if isinstance(cell, str) else Action(*cell))
+        except (TypeError, ValueError) as error:
+            why = str(error) if isinstance(error, ScheduleError) else f"{shortened(cell)} is no action, such as '2F0'."
+            raise ScheduleError(f"schedule {name}, rank {rank}, action {at} (counted from 0): {why}") from error
+    return tuple(actions)
 
 
 Edges = tuple[tuple[int, int], ...]

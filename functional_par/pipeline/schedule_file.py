@@ -9,9 +9,10 @@ from os import PathLike
 from pathlib import Path
 
 from functional_par.errors import ScheduleError
-from functional_par.pipeline.schedule import Action, Schedule
+from functional_par.pipeline.schedule import Action, Schedule, shortened
 
 _DERIVED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_CELL = re.compile(r"\d+[FBIW]\d+")
 _SEVERAL = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -48,7 +49,18 @@ def _actions(path: str | PathLike[str], row: int, cells: list[str]) -> Iterator[
         try:
             yield from _parse(cell.strip())
         except ValueError as error:
-            raise ScheduleError(f"schedule file {path}, row {row}, column {column}: {cell!r}: {error}") from error
+            why = _separator(cell) or (error if isinstance(error, ScheduleError) else f"{shortened(cell)}: {error}.")
+            where = f"row {row}, column {column} (counted from 1; rank {row - 1})"
+            raise ScheduleError(f"schedule file {path}, {where}: {why}") from error
+
+
+def _separator(cell: str) -> str | None:
+    """What to say if all of a row is in one cell."""
+    for mark, called in {";": "semicolons", "\t": "tabs", "|": "bars", " ": "spaces"}.items():
+        parts = [part.strip() for part in cell.split(mark) if part.strip()]
+        if len(parts) > 1 and all(_CELL.fullmatch(part) or _DERIVED.fullmatch(part) for part in parts):
+            return f"its cells are separated by {called}, as in {shortened(cell, 30)}. Separate them by commas."
+    return None
 
 
 def _parse(cell: str) -> Iterator[Action]:

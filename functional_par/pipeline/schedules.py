@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -48,14 +50,14 @@ class _Maker(NamedTuple):
 
 _MAKERS: Mapping[str, _Maker] = MappingProxyType(
     {
-        "afab": _Maker(afab, 1, ("AllForwardAllBackwardPipelineEngine", "GPipe")),
-        "1f1b": _Maker(one_f_one_b, 1, ("OneForwardOneBackwardPipelineEngine",)),
-        "interleaved": _Maker(interleaved, None, ("Interleaved1F1B",)),
-        "looped-bfs": _Maker(looped_bfs, None, ("LoopedBFS",)),
+        "afab": _Maker(afab, 1, ("AllForwardAllBackwardPipelineEngine", "GPipe", "ScheduleGPipe")),
+        "1f1b": _Maker(one_f_one_b, 1, ("OneForwardOneBackwardPipelineEngine", "Schedule1F1B")),
+        "interleaved": _Maker(interleaved, None, ("Interleaved1F1B", "ScheduleInterleaved1F1B")),
+        "looped-bfs": _Maker(looped_bfs, None, ("LoopedBFS", "ScheduleLoopedBFS")),
         "zb-h1": _Maker(zb_h1, 1, ()),
-        "zbv": _Maker(zbv, 2, ("ZBVZeroBubble",)),
-        "interleaved-zb": _Maker(interleaved_zb, None, ("InterleavedZeroBubble",)),
-        "dualpipev": _Maker(dual_pipe_v, 2, ()),
+        "zbv": _Maker(zbv, 2, ("ZBVZeroBubble", "ScheduleZBVZeroBubble")),
+        "interleaved-zb": _Maker(interleaved_zb, None, ("InterleavedZeroBubble", "ScheduleInterleavedZeroBubble")),
+        "dualpipev": _Maker(dual_pipe_v, 2, ("ScheduleDualPipeV",)),
     }
 )
 
@@ -79,10 +81,18 @@ def canonical(name: str) -> str:
     if found is None:
         others = ", ".join(alias for maker in _MAKERS.values() for alias in maker.aliases)
         raise ScheduleError(
-            f"schedule {name!r} is unknown. There are {', '.join(_MAKERS)}; these names of nanotron and torch are known too: "
-            f"{others}."
+            f"schedule {name!r} is unknown{_hint(name)} There are {', '.join(_MAKERS)}; these names of nanotron and torch are "
+            f"known too: {others}. For one of your own give the path of a CSV file, or give fp.stage_pp a function of (ranks, "
+            "microbatches)."
         )
     return found
+
+
+def _hint(name: object) -> str:
+    """The name that may have been meant."""
+    bare = {re.sub("[^a-z0-9]", "", alias): known for alias, known in _CANONICAL.items()}
+    near = get_close_matches(re.sub("[^a-z0-9]", "", str(name).lower()), bare, 1)
+    return f": did you mean {bare[near[0]]!r}?" if near else "."
 
 
 def chunks_of(name: str, chunks: int | None = None) -> int:

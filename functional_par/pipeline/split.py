@@ -198,9 +198,12 @@ def _nothing(stage: int, start: int, end: int) -> int:
 
 def _check_stages(layers: int, placement: Sequence[int]) -> None:
     if len(placement) > layers:
+        ranks = max(placement) + 1
+        chunks, uneven = divmod(len(placement), ranks)
+        asked = f"pp={ranks}" + ("" if uneven or chunks == 1 else f" * chunks={chunks} = {len(placement)}")
         raise CompositionError(
-            f"{len(placement)} pipeline stages, but the model has only {layers} layers. Use a pp (times chunks) of at most "
-            f"{layers}."
+            f"{asked}: {len(placement)} pipeline stages, but the model has only {layers} layers. Use a pp (times chunks) of at "
+            f"most {layers}."
         )
 
 

@@ -12,6 +12,7 @@ Places = Mapping[Action, tuple[int, int]]
 """The rank of each action, and its index in the rank's row."""
 
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+_MISSING = "is missing"
 _BEFORE: Mapping[str, Kind] = MappingProxyType({"B": "F", "I": "F", "W": "I"})
 
 
@@ -24,13 +25,17 @@ def check_wellformed(
     stages = schedule.stages if stages is None else stages
     microbatches = schedule.microbatches if microbatches is None else microbatches
     homes = schedule.placement
-    for stage in range(stages):
-        for microbatch in range(microbatches):
-            if (wrong := _wrong(places, stage, microbatch, training)) is not None:
-                where = (
-                    f"on rank {homes[stage]}" if stage < len(homes) else f"and no rank has an action of stage {stage}"
-                )
-                raise ScheduleError(f"schedule {schedule.name}: {wrong} {where}.")
+    wrong = [
+        (stage, what)
+        for stage in range(stages)
+        for microbatch in range(microbatches)
+        for what in _wrong(places, stage, microbatch, training)
+    ]
+    if wrong:
+        stage, what = wrong[0]
+        where = f"on rank {homes[stage]}" if stage < len(homes) else f"and no rank has an action of stage {stage}"
+        more = sum(_MISSING in other for _, other in wrong[1:]) if _MISSING in what else 0
+        raise ScheduleError(f"schedule {schedule.name}: {what} {where}{f', and {more} more' if more else ''}.")
     _check_order(schedule, places)
 
 
@@ -45,7 +50,7 @@ def _check_actions(schedule: Schedule, ranks: int | None, stages: int | None, mi
         if not _is_action(action, stages, microbatches):
             shown = action if isinstance(action, Action) else repr(action)
             raise ScheduleError(
-                f"schedule {schedule.name}: action {at} of rank {rank} is {shown}. Stages are integers from 0"
+                f"schedule {schedule.name}: action {at} of rank {rank} (counted from 0) is {shown}. Stages are integers from 0"
                 f"{_to(stages)}, microbatches from 0{_to(microbatches)}, kinds are {', '.join(KINDS)}."
             )
     if not any(schedule.rows):
@@ -80,28 +85,31 @@ def _places(schedule: Schedule) -> Places:
             other, before = places[action]
             raise ScheduleError(
                 f"schedule {schedule.name}: {action}, the {action.words}, is there twice: as action {before} of rank {other} "
-                f"and as action {at} of rank {rank}."
+                f"and as action {at} of rank {rank} (counted from 0)."
             )
         places[action] = rank, at
     return places
 
 
-def _wrong(places: Places, stage: int, microbatch: int, training: bool) -> str | None:
+def _wrong(places: Places, stage: int, microbatch: int, training: bool) -> Iterator[str]:
     """What is missing of a microbatch on a stage, or too much."""
     forward, whole, inputs, weights = (Action(stage, kind, microbatch) for kind in _KINDS)
     there = [action for action in (whole, inputs, weights) if action in places]
     if forward not in places:
-        return f"{forward}, the {forward.words}, is missing"
+        yield f"{forward}, the {forward.words}, {_MISSING}"
     if not training:
-        return f"there is {there[0]}, but this schedule is of forwards only, and it is" if there else None
+        if there:
+            yield f"there is {there[0]}, but this schedule is of forwards only, and it is"
+        return
     if there in ([whole], [inputs, weights]):
-        return None
+        return
     if whole in there:
-        return f"there are both {' and '.join(map(str, there))} (B is I and W in one)"
-    if not there:
-        return f"{whole}, the {whole.words}, is missing (or {inputs} and {weights})"
-    [missing] = {inputs, weights} - {*there}
-    return f"{missing}, the {missing.words}, is missing ({there[0]} is there)"
+        yield f"there are both {' and '.join(map(str, there))} (B is I and W in one)"
+    elif not there:
+        yield f"{whole}, the {whole.words}, {_MISSING} (or {inputs} and {weights})"
+    else:
+        [missing] = {inputs, weights} - {*there}
+        yield f"{missing}, the {missing.words}, {_MISSING} ({there[0]} is there)"
 
 
 def _check_order(schedule: Schedule, places: Places) -> None:
@@ -112,6 +120,6 @@ def _check_order(schedule: Schedule, places: Places) -> None:
         needed = action._replace(kind=_BEFORE[action.kind])
         if places[needed][1] > at:
             raise ScheduleError(
-                f"schedule {schedule.name}: rank {rank} runs {action} (action {at}) before {needed} (action "
-                f"{places[needed][1]}), which it needs."
+                f"schedule {schedule.name}: rank {rank} runs {action} (action {at}, counted from 0) before {needed} "
+                f"(action {places[needed][1]}), which it needs."
             )

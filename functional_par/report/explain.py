@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
+from torch import Tensor
+
+from functional_par.pipeline.told import Told, check_shapes, shapes_of
 from functional_par.plan import Plan
 from functional_par.reduce import Bucket, buckets
 from functional_par.report.memory import held_by
@@ -32,9 +35,22 @@ class Explanation:
         return "\n\n".join(part for part in parts if part)
 
 
-def explain(plan: Plan) -> Explanation:
-    """Explain a finished plan."""
-    return Explanation(plan)
+def explain(plan: Plan, batch: Mapping[str, Tensor | Sequence[int]] | None = None) -> Explanation:
+    """Explain a finished plan.
+
+    Args:
+        plan: what is explained.
+        batch: a microbatch, or the shape of each of its fields, by which activations are counted; by default as the plan was
+            told, else one row of the sizes that the model declares, small where it leaves them open.
+
+    Raises:
+        CompositionError: fields or shapes that the model does not take.
+    """
+    if batch is None:
+        return Explanation(plan)
+    shapes = shapes_of(batch)
+    check_shapes(plan.model, shapes, "explain(batch=...)")
+    return Explanation(replace(plan, told=replace(plan.told, batch=shapes) if plan.told else Told(shapes)))
 
 
 def _header(plan: Plan) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from functional_par.config import Config
-from functional_par.pipeline.fit import fields_of
 from functional_par.pipeline.memory import stage_memory
+from functional_par.pipeline.told import Told, fields_of
 from functional_par.plan import Plan
+from functional_par.report.explain import Explanation, explain
 from functional_par.report.stages import activations, held_by_state, share
 from functional_par.report.text import size
 
@@ -34,6 +36,17 @@ def header(config: Config, plan: Plan, corpus: Corpus | None = None, backend: st
     return "\n".join(f"{name:<10} {text}" for name, text in rows)
 
 
+def told_by(config: Config, plan: Plan) -> Told:
+    """The microbatch, the dtype and the optimizer of a run."""
+    shape = (config.batch.micro_size, config.seq_len)
+    return Told(dict.fromkeys(plan.model.batch or {}, shape), config.dtype, len(config.optimizer().slots))
+
+
+def explained(config: Config, plan: Plan) -> Explanation:
+    """The plan in words, its memory that of this run."""
+    return explain(replace(plan, told=told_by(config, plan)))
+
+
 def parameters(plan: Plan) -> int:
     """Number of parameters, each tied leaf once."""
     return sum(math.prod(spec.shape) for spec in plan.specs.values())
@@ -51,9 +64,8 @@ def _tensor(plan: Plan) -> str:
 
 
 def _stages(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
-    shape = (config.batch.micro_size, config.seq_len)
-    fields = fields_of(plan, dict.fromkeys(plan.model.batch or {}, shape), config.dtype)
-    memories = stage_memory(plan, fields, config.dtype, config.optimizer())
+    told = told_by(config, plan)
+    memories = stage_memory(plan, fields_of(plan.model, told.batch, told.dtype), told.dtype, told.slots)
     for stage, (layers, memory) in enumerate(zip(plan.stages, memories, strict=True)):
         count = sum(math.prod(plan.specs[path].shape) for path in plan.stage_leaves(stage))
         names = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"

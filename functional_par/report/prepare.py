@@ -11,7 +11,7 @@ from functional_par.config.flags import Options
 from functional_par.errors import MeshError
 from functional_par.launch import launched
 from functional_par.mesh import Mesh
-from functional_par.report.header import header
+from functional_par.report.header import explained, header
 from functional_par.report.memory import check_memory
 from functional_par.report.metrics_file import check_writable
 from functional_par.report.step_trace import KEY as TRACE_KEY
@@ -41,7 +41,7 @@ def prepare(options: Options, mesh: Mesh, program: Program, corpus: Corpus) -> N
     check_writable(config.sections.logging.trace_file, TRACE_KEY)
     say(header(config, plan, corpus, backend))
     if options.explain:
-        say(str(program.explain(mesh)))
+        say(str(explained(config, plan)))
 
 
 def check_world(mesh: Mesh) -> None:

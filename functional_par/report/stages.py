@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from math import prod
 
-from functional_par.pipeline.memory import SLOTS, Memory, rank_memory, stage_memory
-from functional_par.plan import Plan
-from functional_par.report.text import collapse, ranges, size, table
+import torch
+
+from functional_par.optim.base import slot_dtype
+from functional_par.pipeline.memory import Memory, rank_memory, stage_memory
+from functional_par.pipeline.told import Told, fields_of
+from functional_par.plan import Fields, Plan
+from functional_par.report.text import collapse, fields, ranges, size, table
 
 
 def stages(plan: Plan) -> str:
     """A table with a row for each stage, and what its numbers are."""
     rows = [("stage", "layers", "parameters a rank", "work", "state", "activations", "ranks")]
-    for stage, (names, memory) in enumerate(zip(plan.stages, stage_memory(plan), strict=True)):
+    for stage, (names, memory) in enumerate(zip(plan.stages, stage_memory(plan, *_counted(plan)), strict=True)):
         held = sum(prod(plan.specs[path].local_shape(plan.mesh)) for path in plan.stage_leaves(stage))
         ranks = [rank for rank in range(plan.mesh.size) if plan.mesh.coords(rank).pp == plan.placement[stage]]
         rows.append(
@@ -46,14 +50,37 @@ def activations(memory: Memory) -> str:
 
 
 def _legend(plan: Plan) -> str:
-    fields = ", ".join(f"{name} {' '.join(map(str, shape))}" for name, (shape, _) in plan.example().items())
+    told = _told(plan)
     lines = [
-        f"state: parameters, gradients and {SLOTS} moments of an optimizer, in float32. activations: microbatches alive at a",
-        f"time * what the layers keep for backward of one with {fields}; fast kernels keep less.",
+        f"state: {_state(told)}. activations: microbatches alive at a",
+        f"time * what the layers keep for backward of one with {fields(told.batch)}; fast kernels keep less.",
     ]
+    if plan.told is None and any(None in given.shape[1:] for given in (plan.model.batch or {}).values()):
+        lines.append("The model leaves sizes open, and these are made up: explain(mesh, batch=...) takes yours.")
     if len(plan.stages) > plan.mesh.pp:
-        lines += [_rank(plan, pp, memory) for pp, memory in enumerate(rank_memory(plan))]
+        lines += [_rank(plan, pp, memory) for pp, memory in enumerate(rank_memory(plan, *_counted(plan)))]
     return "\n".join(lines)
+
+
+def _told(plan: Plan) -> Told:
+    """What the plan was told, else a small microbatch in float32."""
+    return plan.told or Told({name: shape for name, (shape, _) in plan.example().items()})
+
+
+def _counted(plan: Plan) -> tuple[Fields, torch.dtype, int]:
+    """What memory is counted with: the fields of a microbatch, the dtype, and the optimizer's tensors for each leaf."""
+    told = _told(plan)
+    counted = fields_of(plan.model, told.batch, told.dtype) if plan.told else plan.example()
+    return counted, told.dtype, told.slots
+
+
+def _state(told: Told) -> str:
+    """What is there from step to step, with its dtypes."""
+    moments = f"{told.slots} moment{'' if told.slots == 1 else 's'} of an optimizer"
+    narrow, wide = (str(kind).removeprefix("torch.") for kind in (told.dtype, slot_dtype(told.dtype)))
+    if narrow == wide:
+        return f"parameters, gradients and {moments}, in {wide}"
+    return f"parameters in {narrow}, gradients and {moments} in {wide}"
 
 
 def _rank(plan: Plan, pp: int, memory: Memory) -> str:

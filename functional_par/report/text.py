@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -11,6 +11,15 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def fields(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Names of fields, each with its shape.
+
+    >>> fields({"tokens": (4, 128), "labels": (4, 128)})
+    'tokens 4 128, labels 4 128'
+    """
+    return ", ".join(f"{name} {' '.join(map(str, shape))}" for name, shape in shapes.items())
 
 
 def collapse(names: Iterable[str]) -> str:

@@ -4,11 +4,14 @@ across ranks owes. At run time ``functional_par.pipeline`` runs the schedule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import accumulate, pairwise
 from math import isfinite
 from typing import Any
+
+import torch
 
 from functional_par.errors import CompositionError
 from functional_par.model import LOSS
@@ -20,6 +23,7 @@ from functional_par.pipeline.schedule import Schedule
 from functional_par.pipeline.schedule_file import read_schedule
 from functional_par.pipeline.schedules import canonical, chunks_of, make_schedule
 from functional_par.pipeline.split import best_split, whole_numbers
+from functional_par.pipeline.told import SLOTS, Told, check_shapes, declared, shapes_of
 from functional_par.pipeline.verify import verify
 from functional_par.plan import Plan
 from functional_par.transforms.base import Transform
@@ -38,6 +42,7 @@ class StagePP(Transform):
     chunks: int | None
     costs: Mapping[str, float] | None = None
     memory: MemoryBound | None = None
+    measured: Told | None = None
 
     def __call__(self, plan: Plan) -> Plan:
         schedule, placement, given = self._schedule(plan.mesh.pp)
@@ -56,20 +61,37 @@ class StagePP(Transform):
             schedule=schedule,
             microbatches=self.microbatches,
             given=given,
+            told=self._told(plan),
             cut=self._cut(plan),
         ).use("pp")
 
     def check(self, plan: Plan) -> None:
         """Every rank has room for its stages."""
-        if self.memory is not None and plan.mesh.pp > 1:
-            check_fit(plan, self.memory)
+        bound = self._bound(plan)
+        if bound is not None and plan.mesh.pp > 1:
+            check_fit(plan, bound)
+
+    def _bound(self, plan: Plan) -> MemoryBound | None:
+        """The bound, which knows the shapes of a microbatch."""
+        if self.memory is None or self.memory.batch is not None:
+            return self.memory
+        return replace(self.memory, batch=declared(plan.source, self.memory.bytes))
+
+    def _told(self, plan: Plan) -> Told | None:
+        """The shapes by which memory is counted, those of the bound first."""
+        bound, told, asked = self._bound(plan), self.measured, "stage_pp(costs=...)"
+        if bound is not None:
+            told, asked = Told(shapes_of(bound.batch or {}), bound.dtype, bound.slots), "MemoryBound(batch=...)"
+        if told is not None:
+            check_shapes(plan.source, told.batch, asked)
+        return told
 
     def _by_hand(self, plan: Plan) -> bool:
         return self.split is not None and plan.mesh.pp > 1
 
     def _cut(self, plan: Plan) -> Callable[[Plan], tuple[tuple[str, ...], ...]] | None:
         """What makes the stages once the sharding of every leaf is known, if they depend on it."""
-        bound = self.memory
+        bound = self._bound(plan)
         if bound is None or self._by_hand(plan) or plan.mesh.pp == 1:
             return None
         return lambda whole: fitting_stages(whole, bound, _costs(whole, [layer.name for layer in whole.source.layers]))
@@ -99,17 +121,32 @@ class StagePP(Transform):
     def _made(self, maker: Maker, ranks: int) -> Schedule:
         """What the user's function makes."""
         name = getattr(maker, "__name__", type(maker).__name__)
+        _check_takes(maker, name, ranks, self.microbatches)
         made = maker(ranks, self.microbatches)
         if isinstance(made, Schedule):
             return made
-        try:
-            return Schedule.of(name, made)
-        except (TypeError, ValueError) as error:
+        if isinstance(made, str) or not isinstance(made, Iterable):
             raise CompositionError(
                 f"stage_pp(schedule={name}): it returned {type(made).__name__}, which is no fp.pipeline.Schedule and no "
-                f"list of rows of actions ({error}). Return a list with one list of actions a rank, such as "
+                "list of rows of actions. Return a list with one list of actions a rank, such as "
                 "[['0F0', '0B0'], ['1F0', '1B0']]."
-            ) from error
+            )
+        return Schedule.of(name, made)
+
+
+def _check_takes(maker: Maker, name: str, *given: int) -> None:
+    """A function takes what it is called with. What it raises itself stays what it is."""
+    try:
+        takes = signature(maker)
+    except (TypeError, ValueError):  # a builtin that does not say
+        return
+    try:
+        takes.bind(*given)
+    except TypeError as error:
+        raise CompositionError(
+            f"stage_pp(schedule={name}): it is called with (ranks, microbatches), here {given}, but it is a function of "
+            f"{takes}: {error}. Give one that takes both."
+        ) from error
 
 
 def stage_pp(
@@ -135,15 +172,17 @@ def stage_pp(
         chunks: stages on each rank, for schedules that have several (``interleaved``: 2 if left out).
         costs: work of each layer and of the loss, in any unit: from ``fp.measure``, or numbers by name; by default counted
             operations of the forward.
-        memory: bytes that each rank has for its stages, or an ``fp.MemoryBound`` that says more. Splits that need more are
-            not taken. Used when pp > 1.
+        memory: bytes that each rank has for its stages, with the shapes of a microbatch and the dtype that ``costs`` were
+            measured with, or an ``fp.MemoryBound`` that says them and more. Splits that need more are not taken. Used when
+            pp > 1.
 
     Every model trains right under every schedule. Where a backward is cut in two, the weights and biases that a layer passes,
     as they are, to ``fp.nn.column_linear``, ``fp.nn.row_linear``, ``fp.nn.embedding`` and what is made of these get their
     gradients in W. What a layer uses in other ways (``x @ w.T``, a weight that it has scaled or sliced first) gets them in I.
 
     Raises:
-        CompositionError: fewer than one microbatch, more stages than layers, or a split that does not fit the model.
+        CompositionError: fewer than one microbatch, more stages than layers, a split that does not fit the model, or a bound
+            of memory where nothing says the shapes of a microbatch.
         ScheduleError: an unknown schedule, chunks that it does not have, or one of your own that cannot run.
     """
     if isinstance(schedule, str) and schedule.endswith(".csv"):
@@ -163,9 +202,25 @@ def stage_pp(
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
         raise CompositionError(f"stage_pp(microbatches={microbatches!r}): it is an integer of at least 1.")
     split = None if split is None else check_form(split)
+    measured = _measured(costs)
     costs = costs.total if isinstance(costs, LayerCosts) else costs
-    bound = memory if memory is None or isinstance(memory, MemoryBound) else MemoryBound(memory)
-    return StagePP(schedule, microbatches, split, chunks, costs, bound)
+    return StagePP(schedule, microbatches, split, chunks, costs, _with_shapes(memory, measured), measured)
+
+
+def _measured(costs: LayerCosts | Mapping[str, float] | None) -> Told | None:
+    """The microbatch that the costs were measured with, if they were."""
+    if not isinstance(costs, LayerCosts) or costs.batch is None:
+        return None
+    return Told(costs.batch, costs.dtype, SLOTS)
+
+
+def _with_shapes(memory: MemoryBound | float | None, measured: Told | None) -> MemoryBound | None:
+    """The bound, with the measured microbatch if it names none; a number has its dtype too."""
+    if memory is None:
+        return None
+    if not isinstance(memory, MemoryBound):
+        memory = MemoryBound(memory, dtype=measured.dtype if measured else torch.float32)
+    return memory if memory.batch is not None or measured is None else replace(memory, batch=measured.batch)
 
 
 def _checked(costs: Mapping[str, float], plan: Plan) -> Mapping[str, float]:

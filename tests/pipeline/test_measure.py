@@ -74,11 +74,35 @@ def test_costs_of_stages_are_sums_for_the_simulator():
     assert stages.input_backward == (10, 60, 560)
     assert stages.weight_backward == (100, 600, 5600)
     assert stages.transfer == 0.5
+    assert 0 < fp.pipeline.simulate(plan.timetable, costs.of_stages(plan)).bubble < 1
 
 
 def test_ties_of_a_program_are_measured_and_its_stages_are_not():
     program = fp.compose(fp.tie("head.weight", "embed.weight"), fp.stage_pp(microbatches=2))(small_gpt())
     assert measure(program, TOKENS, rounds=1).forward["head"] > 0
+
+
+def test_costs_know_what_they_were_measured_with_and_are_printed_as_a_table():
+    kinds = {"x": torch.ones(2, 3), "y": (2,)}
+    costs = measure(regression(), kinds, torch.float64, rounds=1)
+    assert (costs.batch, costs.dtype) == ({"x": (2, 3), "y": (2,)}, torch.float64)
+    assert repr(costs).startswith("LayerCosts(forward={")
+    times = ({"a": 0.0015, "loss": 2.0}, {"a": 0.25, "loss": 0.0}, {"a": 0.0, "loss": 0.000_004})
+    known = LayerCosts(*times, {"a": 4096, "loss": 3}, {"tokens": (2, 4), "labels": (2, 4)}, torch.bfloat16)
+    head, line, *lines = str(known).split("\n")
+    assert re.split("  +", head) == ["layer", "forward ms", "input-backward ms", "weight-backward ms", "saved"]
+    assert set(line) == {"-", " "}
+    assert [row.split() for row in lines] == [
+        ["a", "1.500", "250.000", "0.000", "4.1", "kB"],
+        ["loss", "2000.000", "0.000", "0.004", "3", "B"],
+        ["all", "2001.500", "250.000", "0.004", "4.1", "kB"],
+        [],
+        ["a", "microbatch", "with", "tokens", "2", "4,", "labels", "2", "4", "in", "bfloat16"],
+    ]
+    assert str(LayerCosts(*times, {"a": 4096})).split("\n")[3:] == [
+        "loss   2000.000    0.000              0.004               -",
+        "all    2001.500    250.000            0.004               4.1 kB",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,35 @@ WRONG = ("0X0", "F0", "0F", "0F0;1B0", "(0F0;0Q1)OVERLAP_F_B", "(0F0)", "-1F0", 
 def test_a_wrong_cell_is_named_with_its_row_and_column(cell, tmp_path):
     path = tmp_path / "wrong.csv"
     path.write_text(f"0F0,0B0\n1F0,,{cell}\n")
-    with pytest.raises(ScheduleError, match=r"schedule file .*wrong\.csv, row 2, column 3: '.*F?.*': "):
+    with pytest.raises(
+        ScheduleError, match=r"schedule file .*wrong\.csv, row 2, column 3 \(counted from 1; rank 1\): "
+    ):
         read_schedule(path)
+
+
+def test_a_wrong_cell_is_shown_once_and_not_at_length(tmp_path):
+    path = tmp_path / "wrong.csv"
+    path.write_text("0F0,0f0")
+    with pytest.raises(ScheduleError, match=r"rank 0\): '0f0' is no action: write stage, kind and microbatch") as info:
+        read_schedule(path)
+    assert str(info.value).count("0f0") == 1
+    path.write_text(f"{'9' * 5000}F0")
+    with pytest.raises(ScheduleError, match=r"'9{59}\.\.\.: Exceeds the limit") as info:
+        read_schedule(path)
+    assert len(str(info.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("mark", "called"), [(";", "semicolons"), ("\t", "tabs"), (" ; ", "semicolons"), (" ", "spaces")]
+)
+def test_another_separator_is_seen(mark, called, tmp_path):
+    path = tmp_path / "mine.csv"
+    write_schedule(make_schedule("1f1b", 2, 9), path)
+    path.write_text(path.read_text().replace(",", mark))
+    with pytest.raises(ScheduleError, match=rf"row 1, .*: its cells are separated by {called}, as in '0F0") as info:
+        read_schedule(path)
+    assert str(info.value).endswith("Separate them by commas.")
+    assert len(str(info.value)) < len(str(path)) + 180
 
 
 @pytest.mark.parametrize("text", [None, b"\xff\xfe\x00", b"0F0," + b"0" * 200_000])

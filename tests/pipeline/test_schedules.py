@@ -54,18 +54,43 @@ def test_the_names_of_nanotron_and_torch_are_known_in_any_case():
         "InterleavedZeroBubble": "interleaved-zb",
         "ZBVZeroBubble": "zbv",
         "DualPipeV": "dualpipev",
+        "ScheduleGPipe": "afab",
+        "Schedule1F1B": "1f1b",
+        "ScheduleInterleaved1F1B": "interleaved",
+        "ScheduleLoopedBFS": "looped-bfs",
+        "ScheduleInterleavedZeroBubble": "interleaved-zb",
+        "ScheduleZBVZeroBubble": "zbv",
+        "ScheduleDualPipeV": "dualpipev",
         "zb_h1": "zb-h1",
         "LOOPED_BFS": "looped-bfs",
     }
     assert {name: canonical(name) for name in known} == known
 
 
-@pytest.mark.parametrize("name", ["zb", "", None, 3, ["1f1b"]])
+@pytest.mark.parametrize("name", ["wave", "", None, 3])
 def test_an_unknown_schedule_is_refused_with_those_there_are(name):
     with pytest.raises(
-        ScheduleError, match=r"is unknown\. There are afab, 1f1b, .*dualpipev.* AllForward.*ZBVZeroBubble"
+        ScheduleError,
+        match=r"is unknown\. There are afab, 1f1b, .*dualpipev.* AllForward.*ZBVZeroBubble.* CSV file, or .* a function",
     ):
         make_schedule(name, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("interleaved_1f1b", "interleaved"),
+        ("1f1b1", "1f1b"),
+        ("zb", "zbv"),
+        ("zb h1", "zb-h1"),
+        ("GPipes", "afab"),
+        ("dualpipe", "dualpipev"),
+        (["1f1b"], "1f1b"),
+    ],
+)
+def test_of_an_unknown_schedule_the_nearest_is_named(name, near):
+    with pytest.raises(ScheduleError, match=rf"is unknown: did you mean '{near}'\? There are afab"):
+        canonical(name)
 
 
 def test_chunks_are_those_of_the_schedule_or_any_number():

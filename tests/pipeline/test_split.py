@@ -129,8 +129,12 @@ def test_of_many_equal_blocks_no_rank_has_a_block_more_than_the_mean(placement):
 
 def test_more_stages_than_layers_are_refused():
     text = "6 pipeline stages, but the model has only 4 layers. Use a pp (times chunks) of at most 4."
-    with pytest.raises(CompositionError, match=re.escape(text)):
+    with pytest.raises(CompositionError, match=re.escape(text)) as caught:
         best_split([1] * 4, round_robin(3, 2))
+    assert str(caught.value).startswith("pp=3 * chunks=2 = 6: ")
+    for placement, asked in (((0, 1, 2, 3, 4), "pp=5: 5 pipe"), ((0, 1, 0, 1, 0), "pp=2: 5 pipe")):
+        with pytest.raises(CompositionError, match=asked):
+            best_split([1] * 4, placement)
 
 
 @pytest.mark.parametrize(

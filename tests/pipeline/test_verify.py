@@ -67,11 +67,20 @@ def test_an_action_that_is_missing_is_named_with_its_rank():
     refused(["0F0 0I0"], r"0W0, the weight-backward of microbatch 0 on stage 0, is missing \(0I0 is there\) on rank 0")
     refused(["0F0 0W0"], r"0I0, the input-backward of microbatch 0 on stage 0, is missing \(0W0 is there\) on rank 0")
     refused(["0F0 0B0"], "0F1, the forward of microbatch 1 on stage 0, is missing on rank 0", microbatches=2)
-    refused(["0F0 0B0"], "1F0, .* is missing and no rank has an action of stage 1", stages=2)
+    refused(["0F0 0B0"], "1F0, .* is missing and no rank has an action of stage 1, and 1 more", stages=2)
+
+
+def test_of_many_that_are_missing_the_first_is_named_and_the_others_are_counted():
+    refused(["0F0 0B0 0F2", "1F0 1B0 1F2 1I2"], r"mine: 0F1, .* is missing on rank 0, and 5 more\.$")
+    refused(["0F0 0B0 0F1"], r"mine: 0B1, .* is missing \(or 0I1 and 0W1\) on rank 0\.$")
+    refused(["0F0 0B0 0I0 0F1"], r"mine: there are both 0B0 and 0I0 \(B is I and W in one\) on rank 0\.$")
 
 
 def test_what_is_there_twice_or_too_much_is_named_with_its_places():
-    refused(["0F0 0F0 0B0"], "0F0, the forward .*, is there twice: as action 0 of rank 0 and as action 1 of rank 0")
+    refused(
+        ["0F0 0F0 0B0"],
+        "0F0, the forward .*, is there twice: as action 0 of rank 0 and as action 1 of rank 0 \\(counted from 0",
+    )
     refused(["0F0 0B0", "0F0 0B0"], "is there twice: as action 0 of rank 0 and as action 0 of rank 1")
     refused(["0F0 0B0 0I0"], r"there are both 0B0 and 0I0 \(B is I and W in one\) on rank 0")
     refused(["0F0 0B0"], "there is 0B0, but this schedule is of forwards only, and it is on rank 0", training=False)
@@ -83,8 +92,8 @@ def test_a_stage_on_two_ranks_is_refused():
 
 
 def test_the_order_on_a_rank_is_checked():
-    refused(["0B0 0F0"], r"rank 0 runs 0B0 \(action 0\) before 0F0 \(action 1\), which it needs")
-    refused(["0F0 0W0 0I0"], r"rank 0 runs 0W0 \(action 1\) before 0I0 \(action 2\), which it needs")
+    refused(["0B0 0F0"], r"rank 0 runs 0B0 \(action 0, counted from 0\) before 0F0 \(action 1\), which it needs")
+    refused(["0F0 0W0 0I0"], r"rank 0 runs 0W0 \(action 1, counted from 0\) before 0I0 \(action 2\), which it needs")
 
 
 def test_a_deadlock_shows_who_waits_for_whom():
@@ -110,7 +119,7 @@ def test_a_rank_that_only_waits_for_a_ring_is_not_in_it():
 
 def test_wrong_rows_and_actions_are_refused():
     refused(["0F0 0B0"], "mine has 1 rows, but there are 2 ranks", ranks=2)
-    refused(["0F0 0B0", "1F0 1B0"], "action 0 of rank 1 is 1F0. Stages are integers from 0 to 0", stages=1)
+    refused(["0F0 0B0", "1F0 1B0"], "action 0 of rank 1 .counted from 0. is 1F0. Stages are integers from 0 to 0", stages=1)
     refused(["0F0 0B0 0F1 0B1"], "action 2 of rank 0 is 0F1.* microbatches from 0 to 0", microbatches=1)
     refused(["", ""], "has no action on any of 2 ranks")
     for bad in (Action(-1, "F", 0), Action(0, "X", 0), Action(0, "F", 1.0), Action(True, "F", 0), "0F0", None):

@@ -7,9 +7,9 @@ import torch
 import functional_par as fp
 from functional_par.config.flags import Options
 from functional_par.pipeline.memory import stage_memory
-from functional_par.report import header
+from functional_par.report import explained, header
 from functional_par.report.prepare import default_backend, prepare
-from functional_par.report.stages import share
+from functional_par.report.stages import activations, held_by_state, share
 from functional_par.report.text import size
 
 
@@ -51,6 +51,25 @@ def test_the_header_counts_a_tied_leaf_once():
     model = given.model()
     total = sum(np.prod(leaf.shape) for path, leaf in model.leaves.items() if path != "head.weight")
     assert f"gpt, {total:,} parameters" in header(given, given.program().plan(given.mesh()))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_explained_has_the_memory_of_the_header(dtype):
+    model = {"d_model": 16, "n_layers": 2, "n_heads": 4, "dtype": dtype}
+    optimizer = {
+        "optimizer_factory": {"name": "sgd", "momentum": 0.9},
+        "learning_rate_scheduler": {"learning_rate": 0.1},
+    }
+    given = config(model=model, optimizer=optimizer)
+    plan = given.program().plan(given.mesh())
+    text, shown = header(given, plan), str(explained(given, plan))
+    assert "of one with tokens 2 8, labels 2 8; fast kernels keep less." in shown
+    assert "gradients and 1 moment of an optimizer" in shown
+    batch = dict.fromkeys(("tokens", "labels"), ((2, 8), torch.int64))
+    for memory in stage_memory(plan, batch, given.dtype, given.optimizer()):
+        state, kept = size(held_by_state(memory)), activations(memory)
+        assert f"{state} of state + {kept} of activations" in text
+        assert f" {state} {kept} " in " ".join(shown.split())
 
 
 def introduce(given, corpus, **options):

@@ -94,12 +94,66 @@ def test_a_schedule_of_another_number_of_microbatches_is_refused():
         composed(Schedule.of("mine", OWN), microbatches=4)
 
 
-@pytest.mark.parametrize("made", [None, 3, ["0F0"], [["0X0"]], [[("a",)]]], ids=str)
+@pytest.mark.parametrize("made", [None, 3, "0F0"], ids=str)
 def test_a_function_that_makes_no_schedule_is_refused_with_what_it_made(made):
     def mine(ranks, microbatches):
         return made
 
-    with pytest.raises(CompositionError, match=rf"stage_pp\(schedule=mine\): it returned {type(made).__name__}"):
+    with pytest.raises(
+        CompositionError, match=rf"stage_pp\(schedule=mine\): it returned {type(made).__name__}, which is no"
+    ):
+        composed(mine)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (["0F0"], "schedule mine, rank 0: '0F0' is no list of actions; write one list of actions for each rank"),
+        ([[], 3], "schedule mine, rank 1: 3 is no list of actions; write one"),
+        (
+            [["0F0"], ["1F0", "0f0"]],
+            "schedule mine, rank 1, action 1 (counted from 0): '0f0' is no action: write stage",
+        ),
+        ([[("a",)]], "schedule mine, rank 0, action 0 (counted from 0): ('a',) is no action, such as '2F0'."),
+        ([["0F0", None]], "schedule mine, rank 0, action 1 (counted from 0): None is no action, such as '2F0'."),
+    ],
+    ids=["row", "number", "text", "tuple", "none"],
+)
+def test_of_what_is_no_action_the_place_comes_first(made, message):
+    def mine(ranks, microbatches):
+        return made
+
+    with pytest.raises(ScheduleError, match=f"^{re.escape(message)}") as info:
+        composed(mine)
+    assert ".." not in str(info.value)
+    with pytest.raises(ScheduleError, match=f"^{re.escape(message)}"):
+        Schedule.of("mine", made)
+
+
+def test_rows_that_are_none_are_refused():
+    with pytest.raises(ScheduleError, match=r"schedule mine: 3 is no list of rows; write one list of actions for each"):
+        Schedule.of("mine", 3)
+
+
+@pytest.mark.parametrize(
+    ("maker", "takes"),
+    [(lambda p: [], "(p): too many positional arguments"), (lambda p, m, *, v: [], "(p, m, *, v): missing a required")],
+    ids=["fewer", "more"],
+)
+def test_a_function_of_something_else_is_refused_with_its_cause(maker, takes):
+    message = (
+        "stage_pp(schedule=<lambda>): it is called with (ranks, microbatches), here (2, 2), but it is a function of "
+    )
+    with pytest.raises(CompositionError, match=re.escape(message + takes)) as info:
+        composed(maker)
+    assert isinstance(info.value.__cause__, TypeError)
+
+
+def test_what_a_function_raises_itself_stays_what_it_is():
+    def mine(ranks, microbatches):
+        return len(ranks)
+
+    with pytest.raises(TypeError, match="has no len"):
         composed(mine)
 
 

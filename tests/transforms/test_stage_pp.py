@@ -10,8 +10,10 @@ import torch
 
 import functional_par as fp
 from functional_par import CompositionError, Mesh, ScheduleError
+from functional_par.pipeline.layer_costs import LayerCosts
 from functional_par.pipeline.measure import measure
 from functional_par.pipeline.memory import MemoryBound, rank_memory
+from functional_par.pipeline.told import Told
 
 from .. import oracle
 from ..toys import odd, small_gpt
@@ -20,9 +22,13 @@ from ..toys import odd, small_gpt
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(
         CompositionError,
-        match=r"8 pipeline stages, but the model has only 4 layers\. Use a pp \(times chunks\) of at most 4\.",
+        match=r"pp=8: 8 pipeline stages, but the model has only 4 layers\. Use a pp \(times chunks\) of at most 4\.",
     ):
         fp.compose(fp.stage_pp())(small_gpt(blocks=2)).plan(Mesh(pp=8))
+    with pytest.raises(
+        CompositionError, match=r"pp=3 \* chunks=4 = 12: 12 pipeline stages, but the model has only 9 layers"
+    ):
+        fp.compose(fp.stage_pp("interleaved", 3, chunks=4))(small_gpt(blocks=7)).plan(Mesh(pp=3))
 
 
 @pytest.mark.parametrize("pp", [1, 2, 5, 9])
@@ -135,22 +141,95 @@ def test_with_a_bound_of_memory_a_rank_gets_no_more_than_fits():
     with pytest.raises(
         CompositionError, match=r"no split of 8 layers on 4 stages fits into 0.000001 GB a rank: the one"
     ):
-        plan(memory=1000)
+        plan(memory=MemoryBound(1000, BATCH))
     with pytest.raises(
         CompositionError, match=r"the ranks at pp=0 with stage 0 \(embed block0 block1\) need [0-9.]+ GB"
     ):
         plan(memory=MemoryBound(1000, BATCH), split=[3, 2, 2, 1])
 
 
-def test_a_bound_of_memory_needs_the_sizes_of_the_batch():
-    with pytest.raises(
-        CompositionError, match=re.escape("MemoryBound(batch=None): the model leaves sizes of its batch open")
+@pytest.mark.parametrize("memory", [25_000_000, 2.5e7, MemoryBound(2.5e7, slots=0)], ids=["int", "float", "bound"])
+@pytest.mark.parametrize("costs", [False, True], ids=["counted", "by_hand"])
+@pytest.mark.parametrize("model", [small_gpt, odd])
+def test_a_bound_of_memory_counts_no_rows_that_nobody_said(memory, costs, model):
+    sizes = (4, 4) if model is small_gpt else (4, 1024)
+    fix = (
+        f"Give them, such as memory=fp.MemoryBound(25000000, batch={{'tokens': {sizes}, 'labels': {sizes}}}), or costs="
+    )
+    each = {layer.name: 1.0 for layer in model().all_layers}
+    with pytest.raises(CompositionError, match=re.escape(fix)) as caught:
+        fp.compose(fp.stage_pp(memory=memory, costs=LayerCosts(each, each, each, {}) if costs else None))(model())
+    assert "stage_pp(memory=25000000): what a stage keeps goes by the rows and sizes" in str(caught.value)
+    given = "tokens [None, 4]" if model is small_gpt else "tokens [None, None]"
+    assert f"which the model leaves open ({given}, labels" in str(caught.value)
+
+
+def test_a_number_of_bytes_is_of_the_rows_and_the_dtype_that_were_measured():
+    model = small_gpt(blocks=4)
+    costs = measure(model, {name: torch.zeros(64, 4, dtype=torch.int64) for name in BATCH}, torch.float64, rounds=1)
+    free = fp.compose(fp.stage_pp(microbatches=4, costs=costs))(model).plan(Mesh(pp=2))
+    most = {}
+    for rows in (1, 64):
+        fields = dict.fromkeys(BATCH, ((rows, 4), torch.int64))
+        most[rows] = max(memory.total for memory in rank_memory(free, fields, torch.float64))
+    assert most[64] > 8 * most[1]
+    for memory in (most[64], MemoryBound(most[64], dtype=torch.float64)):
+        plan = fp.compose(fp.stage_pp(microbatches=4, costs=costs, memory=memory))(model).plan(Mesh(pp=2))
+        assert plan.stages == free.stages
+        assert plan.told == Told(dict.fromkeys(BATCH, (64, 4)), torch.float64)
+    for split in (None, [len(names) for names in free.stages]):
+        with pytest.raises(
+            CompositionError, match=r"no split of 6 layers on 2 stages fits|the ranks at pp=0 with stage 0"
+        ):
+            fp.compose(fp.stage_pp(microbatches=4, costs=costs, memory=most[64] // 8, split=split))(model).plan(
+                Mesh(pp=2)
+            )
+    own = MemoryBound(most[64] // 8, dict.fromkeys(BATCH, (1, 4)), torch.float64)
+    assert (
+        fp.compose(fp.stage_pp(microbatches=4, costs=costs, memory=own))(model).plan(Mesh(pp=2)).told.batch == own.batch
+    )
+
+
+def test_a_number_of_bytes_is_enough_for_a_model_that_fixes_its_rows():
+    read = lambda p, batch, par: batch["x"] @ p  # noqa: E731
+    loss = lambda p, x, par: (x.square().sum(), torch.tensor(len(x)))  # noqa: E731
+    params = {name: fp.Param((3, 3), "in out") for name in "ab"}
+    layers = [("a", "a", read), ("b", "b", lambda p, x, par: torch.tanh(x @ p))]
+    model = fp.Model(params, layers, loss, {"x": fp.Input((500, 3), torch.float32)})
+    assert fp.compose(fp.stage_pp(memory=1e6))(model).plan(Mesh(pp=2)).told == Told({"x": (500, 3)})
+    with pytest.raises(CompositionError, match=r"no split of 2 layers on 2 stages fits into 0\.000005 GB"):
+        fp.compose(fp.stage_pp(memory=5000))(model).plan(Mesh(pp=2))
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"tokens": (1, 4)}, "the model takes the fields ['labels', 'tokens'], but the batch has ['tokens']."),
+        (
+            {"tokens": (1, 4), "labels": (4,)},
+            "'labels' has the shape [4], but the model takes [None, 4], where None is any positive size.",
+        ),
+        ({"tokens": (1, 5), "labels": (1, 5)}, "'tokens' has the shape [1, 5], but the model takes [None, 4]"),
+        ({"tokens": (0, 4), "labels": (0, 4)}, "'tokens' has the shape [0, 4], but the model takes [None, 4]"),
+        (
+            {"tokens": (1, 4), "labels": (2, 4)},
+            "the fields of a microbatch have one number of rows, but these are tokens [1, 4], labels [2, 4].",
+        ),
+    ],
+    ids=["fields", "dims", "size", "empty", "rows"],
+)
+def test_shapes_of_a_microbatch_are_those_that_the_model_takes(batch, words):
+    model = small_gpt()
+    each = {layer.name: 1.0 for layer in model.all_layers}
+    costs = LayerCosts(each, each, each, {}, batch)
+    for asked, told in (
+        ("MemoryBound(batch=...)", lambda: fp.compose(fp.stage_pp(memory=MemoryBound(1e9, batch)))(model)),
+        ("stage_pp(costs=...)", lambda: fp.compose(fp.stage_pp(costs=costs))(model)),
+        ("measure", lambda: measure(model, batch)),
+        ("explain(batch=...)", lambda: fp.compose()(model).explain(Mesh(), batch)),
     ):
-        fp.compose(fp.stage_pp(memory=1e9))(odd()).plan(Mesh(pp=2))
-    with pytest.raises(
-        CompositionError, match=re.escape("MemoryBound(batch=...): the model takes the fields ['labels'")
-    ):
-        fp.compose(fp.stage_pp(memory=MemoryBound(1e9, {"tokens": (1, 4)})))(odd()).plan(Mesh(pp=2))
+        with pytest.raises(CompositionError, match=re.escape(f"{asked}: {words}")):
+            told()
 
 
 def test_a_split_by_hand_is_not_used_without_pp():
