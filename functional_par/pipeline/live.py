@@ -28,7 +28,7 @@ def check_bounds(schedule: Schedule, most: int | Sequence[int]) -> None:
             if now > bound:
                 raise ScheduleError(
                     f"schedule {schedule.name}: rank {rank} keeps {now} activations at {schedule.rows[rank][at]} (action "
-                    f"{at}), more than {bound}. Let backwards come earlier, or allow more."
+                    f"{at}, counted from 0), more than {bound}. Let backwards come earlier, or allow more."
                 )
 
 

@@ -119,20 +119,28 @@ def test_a_rank_that_only_waits_for_a_ring_is_not_in_it():
 
 def test_wrong_rows_and_actions_are_refused():
     refused(["0F0 0B0"], "mine has 1 rows, but there are 2 ranks", ranks=2)
-    refused(["0F0 0B0", "1F0 1B0"], "action 0 of rank 1 .counted from 0. is 1F0. Stages are integers from 0 to 0", stages=1)
-    refused(["0F0 0B0 0F1 0B1"], "action 2 of rank 0 is 0F1.* microbatches from 0 to 0", microbatches=1)
+    refused(
+        ["0F0 0B0", "1F0 1B0"], "action 0 of rank 1 .counted from 0. is 1F0. Stages are integers from 0 to 0", stages=1
+    )
+    refused(
+        ["0F0 0B0 0F1 0B1"], "action 2 of rank 0 .counted from 0. is 0F1.* microbatches from 0 to 0", microbatches=1
+    )
     refused(["", ""], "has no action on any of 2 ranks")
     for bad in (Action(-1, "F", 0), Action(0, "X", 0), Action(0, "F", 1.0), Action(True, "F", 0), "0F0", None):
-        with pytest.raises(ScheduleError, match=r"action 1 of rank 0 is .* kinds are F, B, I, W"):
+        with pytest.raises(ScheduleError, match=r"action 1 of rank 0 \(counted from 0\) is .* kinds are F, B, I, W"):
             verify(Schedule("mine", ((Action(0, "F", 0), bad),)))
 
 
 def test_the_bound_on_live_activations_names_where_it_is_exceeded():
     made = make_schedule("1f1b", 3, 5)
     assert verify(made, most_live=3).live == verify(made, most_live=[3, 2, 1]).live == (3, 2, 1)
-    with pytest.raises(ScheduleError, match=r"rank 0 keeps 3 activations at 0F2 \(action 2\), more than 2"):
+    with pytest.raises(
+        ScheduleError, match=r"rank 0 keeps 3 activations at 0F2 \(action 2, counted from 0\), more than 2"
+    ):
         verify(made, most_live=2)
-    with pytest.raises(ScheduleError, match=r"rank 1 keeps 2 activations at 1F1 \(action 1\), more than 1"):
+    with pytest.raises(
+        ScheduleError, match=r"rank 1 keeps 2 activations at 1F1 \(action 1, counted from 0\), more than 1"
+    ):
         verify(made, most_live=[3, 1, 1])
     with pytest.raises(ScheduleError, match=r"most_live=\[3, 2\] has 2 bounds for 3 ranks"):
         verify(made, most_live=[3, 2])
