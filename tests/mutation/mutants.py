@@ -701,6 +701,27 @@ MUTANTS = (
         ("tests/transforms/test_stage_pp.py",),
     ),
     Mutant(
+        "memory: a bound is counted for one row, whatever was measured",
+        "transforms/stage_pp.py",
+        "replace(memory, batch=measured.batch)",
+        "replace(memory, batch={name: (1, *shape[1:]) for name, shape in measured.batch.items()})",
+        ("tests/transforms/test_stage_pp.py",),
+    ),
+    Mutant(
+        "memory: rows that the model leaves open are one",
+        "pipeline/told.py",
+        "if not any(None in given.shape for given in known.values()):",
+        "if not any(None in given.shape[1:] for given in known.values()):",
+        ("tests/transforms/test_stage_pp.py",),
+    ),
+    Mutant(
+        "explain: activations are those of made-up sizes",
+        "report/stages.py",
+        "if plan.told else plan.example()",
+        "if plan.told and False else plan.example()",
+        ("tests/report/test_stages.py",),
+    ),
+    Mutant(
         "memory: a leaf that two layers of a stage read is held twice",
         "pipeline/fit.py",
         "if any(start <= at < end for at in leaf.readers)",
