@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
 
 from functional_par.pipeline.schedule import Action
 
@@ -58,3 +60,19 @@ class Timeline:
         """Idle share of the makespan, mean over the ranks."""
         whole = self.makespan * self.ranks
         return 1.0 - sum(self.busy) / whole if whole else 0.0
+
+    def draw(self, path: str | PathLike[str], title: str = "", labels: Sequence[str] = ()) -> None:
+        """Draw to a file: .svg, .png or .pdf (with matplotlib), or .json for Perfetto.
+
+        Args:
+            path: of the file.
+            title: above the picture; the bubble if left out.
+            labels: names of the rows, ``rank 0`` and so on if left out.
+
+        Raises:
+            ConfigError: another ending, a file that cannot be written, or no matplotlib.
+        """
+        from functional_par.report.draw import draw  # what draws timelines is built on them
+        from functional_par.report.picture import Panel
+
+        draw(path, [Panel(self, title or f"bubble {self.bubble:.1%}", tuple(labels))])

@@ -18,6 +18,8 @@ from functional_par.report.cells import chunks, kinds, most_chunks, name, row_na
 COLORS: Mapping[str, str] = MappingProxyType({"F": "blue", "B": "green", "I": "yellow", "W": "magenta"})
 WIDEST = 1000
 """Columns beside the names where nothing limits them."""
+SEVERAL = 6
+"""Blocks that a measured timeline gets for the names of its short actions, of which some are noise."""
 FINEST = 1e9
 """Columns of a whole picture; of more there is nothing to see."""
 
@@ -127,19 +129,17 @@ def _room(columns: int | None, margin: int) -> int:
 def _scale(timeline: Timeline, step: int, room: int) -> float:
     """Characters a unit of time: names fit in nine of ten actions, or in every other one where that takes too many blocks."""
     span = float(timeline.makespan) or 1.0
-    finest = step / float(short(timeline))
-    return (
-        finest
-        if finest * span <= MOST * room
-        else min(step / float(short(timeline, 2)), FINEST / span, sys.float_info.max)
-    )
+    finest, most = step / float(short(timeline, 10)), SEVERAL if timeline.unit else MOST
+    if finest * span <= most * room:
+        return finest
+    return min(step / float(short(timeline, 2)), FINEST / span, sys.float_info.max)
 
 
 def _heading(timeline: Timeline, drawing: _Drawing, block: Block, before: Block | None) -> list[Text]:
     """The times of a block, and what is left out before it."""
 
     def time(column: int) -> str:
-        return f"{column / drawing.scale:.6g}"
+        return f"{min(column / drawing.scale, float(timeline.makespan)):.{4 if timeline.unit else 6}g}"
 
     unit = " s" if timeline.unit == "s" else ""
     lines = [] if before is None else [""]

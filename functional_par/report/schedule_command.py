@@ -15,9 +15,9 @@ from functional_par.pipeline.costs import Costs
 from functional_par.pipeline.schedule import Row, Schedule
 from functional_par.pipeline.simulate import simulate
 from functional_par.pipeline.timeline import Timeline
-from functional_par.report import chrome_trace, files
+from functional_par.report import chrome_trace, draw, files
 from functional_par.report.gantt import gantt, legend
-from functional_par.report.picture import format_of, picture
+from functional_par.report.picture import Panel
 from functional_par.report.prepare import say
 from functional_par.report.replay import order, replay, spread
 from functional_par.report.schedule_options import Options, parse
@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> None:
         ParallelError: whatever the user can mend; nothing has been printed then.
     """
     options = parse(argv)
-    if options.output is not None and not options.output.lower().endswith(".json"):
-        format_of(options.output)
+    if options.output is not None:
+        draw.check(options.output, "--output")
     shown = _measured(options) if options.schedule is None else _simulated(options.schedule, options.costs)
     _write(options, shown)
     if options.json:
@@ -119,21 +119,12 @@ def as_data(shown: Shown) -> dict[str, Any]:
 
 
 def _write(options: Options, shown: Shown) -> None:
-    if options.output is not None and options.output.lower().endswith(".json"):
-        about = shown.schedule
-        chrome_trace.write_trace(
-            options.output,
-            shown.timeline,
-            schedule=about.name if about else "",
-            pp=about.ranks if about else 0,
-            microbatches=about.microbatches if about else 0,
-            labels=shown.labels,
-            what="--output",
-        )
-    elif options.output is not None:
-        title = f"{shown.title}, bubble {shown.timeline.bubble:.1%}"
-        data = picture(shown.timeline, format_of(options.output), title, shown.labels)
-        files.write(options.output, data, "--output")
+    if options.output is not None:
+        panels = [Panel(shown.timeline, f"{shown.title}, bubble {shown.timeline.bubble:.1%}", shown.labels)]
+        if (same := shown.beside) is not None:
+            title = f"simulated, with the mean times of each stage, bubble {same.bubble:.1%}"
+            panels.append(Panel(same, title, [f"pp {rank}" for rank in range(same.ranks)]))
+        draw.draw(options.output, panels, shown.schedule, "--output")
     if options.csv_output is not None:
         rows = shown.schedule.rows if shown.schedule else shown.actions
         text = "".join((",".join(map(str, row)) or '""') + "\n" for row in rows)  # a blank line would be no row

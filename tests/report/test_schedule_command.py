@@ -153,6 +153,11 @@ def test_a_run_is_drawn_from_its_trace_beside_its_simulation(printed, numbers, t
     assert "1f1b, measured: 2 ranks, 2 stages, 2 microbatches" in shown
     assert "rank 0: pp 0  F0F1......B0--..B1--" in shown
     assert "simulated 35.0% of 10 s, with the mean times of each stage" in shown
+    printed("--trace", path, "--output", tmp_path / "both.svg")
+    drawn = (tmp_path / "both.svg").read_text()
+    assert "1f1b, measured: 2 ranks, 2 stages, 2 microbatches, bubble 35.0%" in drawn
+    assert "simulated, with the mean times of each stage, bubble 35.0%" in drawn
+    assert [drawn.count(f">{name}<") for name in ("rank 0: pp 0", "rank 1", "pp 0", "pp 1", "backward")] == [1] * 5
 
 
 def test_a_trace_of_no_whole_schedule_is_drawn_all_the_same(printed, numbers, tmp_path):
