@@ -55,7 +55,7 @@ def run_process(
         watch.finish(worlds[0].finished())
         worlds[0].close()
     except BaseException as error:
-        _end(watch, rank, error, state, communicated=bool(worlds and worlds[0].record.calls))
+        _end(watch, rank, error, state, communicated=bool(worlds) and worlds[0].record.worked)
         raise
     dist.destroy_process_group()
     return [result]

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_par.agreement import check_plan
 from functional_par.batch import Share, share_of
 from functional_par.checks import check_options, check_state
 from functional_par.comm.base import AllReduce, World
@@ -21,10 +22,9 @@ from functional_par.metrics import Totals, clip_coefficient
 from functional_par.model import init_leaf
 from functional_par.optim import Optimizer
 from functional_par.optim.base import slot_dtype
-from functional_par.pipeline.buffers import Buffers
-from functional_par.pipeline.execute import Executor
-from functional_par.pipeline.part import Part, check_agreement, lanes, make_part
+from functional_par.pipeline.part import lanes
 from functional_par.pipeline.recording import Recording
+from functional_par.pipeline.runner import Losses, Runner
 from functional_par.pipeline.whole import check_whole
 from functional_par.plan import Plan
 from functional_par.random import Key
@@ -34,8 +34,6 @@ from functional_par.run_par import RunPar, step_key
 from functional_par.shards import gather_leaf
 from functional_par.state import State
 from functional_par.tree import unflatten
-from functional_par.vjp import engine as find_engine
-from functional_par.vjp import undifferentiated
 
 Metrics = dict[str, Any]
 
@@ -67,15 +65,14 @@ class Step:
     ) -> None:
         check_options(optimizer, dtype, clip, norm)
         check_whole(plan)
+        check_plan(plan, world, dtype)
         self.plan, self.world, self.optimizer = plan, world, optimizer
         self.clip, self.norm, self.donate, self.dtype = clip, norm, donate, dtype
-        self.engine = find_engine(engine)
         coords = world.coords
         self.leaves = plan.held(coords.pp)
         self.buckets = buckets(plan, world.rank)
         self.totals = Totals(plan, world.rank, norm)
-        self.receiving = Buffers(world.device, poison)
-        self._parts: dict[Any, Part] = {}
+        self.runner = Runner(plan, world, dtype, engine, poison)
         self._kept: Gradients | None = None
         self.par = self._prepare()
 
@@ -151,7 +148,7 @@ class Step:
         share = share_of(self.plan, self.world, batch, self.dtype)
         count = self._count(share)
         par = replace(self.par, key=step_key(state.seed, state.step))
-        losses = self._executor(params, share, par, None, torch.ones(()), recording).run()
+        losses = self.runner.evaluate(params, share, par, recording)
         with self.world.record.during("metrics"):
             totals = self.totals.of_losses(self.world, losses, self._fingerprint(state, share))
         totals.check_agreement()
@@ -236,55 +233,21 @@ class Step:
         count: int,
         key: Key,
         recording: Recording | None,
-    ) -> tuple[Gradients, list[Any]]:
+    ) -> tuple[Gradients, Losses]:
         grads = self._buffers()
-        scale = torch.tensor(1.0 / max(count, 1), device=self.world.device, dtype=torch.float64)
-        losses = self._executor(params, share, replace(self.par, key=key), grads, scale, recording).run()
+        losses = self.runner.train(params, share, replace(self.par, key=key), grads, 1.0 / max(count, 1), recording)
         grads.complete(self.plan, self.world.coords)
         return grads, losses
-
-    def _executor(
-        self,
-        params: Mapping[str, Tensor],
-        share: Share,
-        par: RunPar,
-        grads: Gradients | None,
-        scale: Tensor,
-        recording: Recording | None,
-    ) -> Executor:
-        part = self._part(share, grads is not None)
-        return Executor(
-            part,
-            self.world,
-            self.receiving,
-            self.engine if grads is not None else undifferentiated,
-            lambda i: par.with_batch(share.microbatch(i), share.first_row(i)),
-            params,
-            scale.to(part.edges[-1].leaves[0].dtype),
-            grads,
-            recording,
-        )
 
     def _buffers(self) -> Gradients:
         """Where gradients accumulate: always the same memory with ``donate``, else fresh."""
         grads = self._kept
         if grads is None:
             accumulate = torch.promote_types(self.dtype, torch.float32)
-            grads = Gradients(self.plan, self.buckets, accumulate, self.world.device, self.receiving.poison)
+            grads = Gradients(self.plan, self.buckets, accumulate, self.world.device, self.runner.buffers.poison)
             self._kept = grads if self.donate else None
         grads.begin()
         return grads
-
-    def _part(self, share: Share, training: bool) -> Part:
-        """What this rank runs for microbatches of the share's shapes, worked out once a shape."""
-        shapes = share.shapes()
-        key = training, *sorted(shapes.items())
-        if key not in self._parts:
-            first = not self._parts
-            self._parts[key] = make_part(self.plan, self.world, shapes, self.dtype, training=training)
-            if first:
-                check_agreement(self._parts[key], self.world)
-        return self._parts[key]
 
     def _update(self, state: State, moment: Moment, grads: Mapping[str, Tensor]) -> State:
         slots = state.flat_opt

@@ -61,8 +61,10 @@ def formula(plan, rank):
     if coords.pp < mesh.pp - 1:
         calls[FORWARD, "pp", "send"] += m
         calls[BACKWARD, "pp", "recv"] += m
+    if mesh.size > 1:
+        calls["agreement", "ep+pp+dp+cp+tp", "all_gather"] += 1  # once, when the step is built
     if mesh.pp > 1:
-        calls["agreement", "pp", "all_gather"] += 1  # in the first step of a shape alone
+        calls["agreement", "pp", "all_gather"] += 1  # once, in the first step
     if plan.replicas > 1:
         calls["count", "ep+dp", "all_reduce"] += 1
     for bucket in buckets(plan, rank):

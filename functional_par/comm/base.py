@@ -94,6 +94,10 @@ class Group(ABC):
         """
 
 
+AGREEMENT = "agreement"
+"""The phase in which ranks compare what they have to have in common."""
+
+
 @dataclass
 class Record:
     """What one rank communicated: calls and payload bytes by (phase, label, kind).
@@ -116,6 +120,11 @@ class Record:
         label, kind, dtype, shape = self._last
         doing = f", during {self.doing}" if self.doing else ""
         return f"{kind} over {label} of {str(dtype).removeprefix('torch.')}{list(shape)}{doing}"
+
+    @property
+    def worked(self) -> bool:
+        """Whether anything was communicated besides what ranks agree on before they start."""
+        return any(phase != AGREEMENT for phase, _, _ in self.calls)
 
     def add(self, label: str, kind: str, x: Tensor) -> None:
         """Count one call that carries ``x``."""

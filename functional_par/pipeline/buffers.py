@@ -43,6 +43,13 @@ class Buffers:
             self._clear(x)
             self._free.setdefault((tuple(x.shape), x.dtype), []).append(x)
 
+    def forget(self) -> None:
+        """Let go of the buffers that nobody uses."""
+        for free in self._free.values():
+            self._memory.difference_update(x.untyped_storage()._cdata for x in free)
+            self.made -= len(free)
+        self._free.clear()
+
     def owned(self, x: Tensor) -> Tensor:
         """``x``, or a copy if it lies in one of these buffers, whose next user would overwrite it."""
         return x.clone() if x.untyped_storage()._cdata in self._memory else x

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from functional_par.comm.base import AllGather, World
-from functional_par.comm.checks import named
-from functional_par.errors import MismatchError
+from functional_par.comm.base import World
 from functional_par.pipeline.messages import Task, tasks
 from functional_par.pipeline.routes import Routes, routes
 from functional_par.pipeline.stage import Call, Edge, loss_edge, stage_calls
@@ -109,26 +106,6 @@ def lanes(plan: Plan) -> tuple[tuple[int, int], ...]:
     edges = routes(plan, plan.trace()).edges
     pairs = {(plan.placement[a], plan.placement[b]) for a, b in edges}
     return tuple(sorted({lane for a, b in pairs if a != b for lane in ((a, b), (b, a))}))
-
-
-def check_agreement(part: Part, world: World) -> None:
-    """MismatchError unless all ranks of this pipeline will send and expect tensors of the same shapes. Collective over pp."""
-    group = world.group("pp")
-    if group.size == 1:
-        return
-    shown = "; ".join(
-        f"stage {stage}: "
-        + ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in edge.leaves)
-        for stage, edge in enumerate(part.edges)
-    )
-    code = torch.tensor([zlib.crc32(shown.encode())], dtype=torch.int64, device=world.device)
-    with world.record.during("agreement"):
-        codes = group.start(AllGather(0), code).wait().tolist()
-    if others := [rank for rank, other in zip(group.ranks, codes, strict=True) if other != codes[group.index]]:
-        raise MismatchError(
-            f"rank {world.rank} has other shapes between stages than {named(others)} of its pipeline: {shown}. Shapes are "
-            "static: give every rank the same global batch."
-        )
 
 
 def _leaving(plan: Plan, traced: Trace, stage: int) -> Edge:

@@ -9,6 +9,7 @@ import torch
 from functional_par.comm.base import AllReduce, Record
 from functional_par.comm.checks import Awaited
 from functional_par.comm.process import ProcessWorld, _Call, _Running
+from functional_par.comm.wire import mark_end
 from functional_par.errors import CommError
 
 
@@ -30,6 +31,16 @@ def test_a_collective_that_does_not_complete_names_the_rank_the_call_and_the_cau
     with pytest.raises(CommError, match=re.escape(message)):
         running.wait()
     assert world.waits is call
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.int16, torch.bool, torch.float32, torch.int64], ids=str
+)
+def test_a_message_that_happens_to_end_in_the_pattern_is_not_taken_for_a_short_one(dtype):
+    x = torch.zeros(64, dtype=dtype)
+    unwritten = mark_end(x)
+    x.fill_(True if dtype == torch.bool else -91 if dtype == torch.int8 else 0xA5 if dtype == torch.uint8 else -23131)
+    assert not unwritten()
 
 
 def test_a_message_on_nccl_between_stages_that_are_no_neighbours_names_the_fix():

@@ -11,6 +11,7 @@ from functional_par.pipeline.buffers import Buffers
 from functional_par.pipeline.execute import Executor
 from functional_par.pipeline.part import make_part
 from functional_par.pipeline.recording import Recording
+from functional_par.pipeline.runner import MOST_SHAPES
 from functional_par.run_par import RunPar
 from functional_par.tree import flatten
 from functional_par.vjp import engine, undifferentiated
@@ -137,7 +138,7 @@ def test_an_evaluation_keeps_nothing_and_leaves_the_next_step_as_it_was():
         state = step.init(0)
         losses = [step.evaluate(state, BATCH) for _ in range(2)]
         state, metrics = step(state, BATCH)
-        return losses, metrics, step.evaluate(state, BATCH), step.receiving.made
+        return losses, metrics, step.evaluate(state, BATCH), step.runner.buffers.made
 
     (losses, metrics, after, made), (other, _, _, _) = fp.run(main, Mesh(pp=2), timeout=20.0)
     assert losses[0] == losses[1] == other[0]
@@ -145,3 +146,20 @@ def test_an_evaluation_keeps_nothing_and_leaves_the_next_step_as_it_was():
     assert losses[0]["tokens"] == metrics["tokens"]
     assert after["loss"] < metrics["loss"]
     assert made <= 12
+
+
+def test_of_many_shapes_of_microbatches_the_last_few_are_kept_ready():
+    program = fp.compose(fp.stage_pp("1f1b", 2, SPLIT))(odd())
+
+    def main(world):
+        step = program.step(world, fp.optim.sgd(lr=0.1), dtype=torch.float64)
+        state, made = step.init(0), []
+        for seq in [*range(2, 14), *range(2, 14)]:
+            state, _ = step(state, token_batch(VOCAB, 4, seq))
+            made.append((len(step.runner._parts), step.runner.buffers.made))
+        return made
+
+    for made in fp.run(main, Mesh(pp=3), timeout=30.0):
+        parts, buffers = zip(*made, strict=True)
+        assert max(parts) == MOST_SHAPES
+        assert max(buffers[12:]) <= max(buffers[:12])

@@ -41,8 +41,10 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
         ("nowhere/a", "nowhere/a could not be written: No such file or directory"),
         ("", "is a folder; give the name of a file in it"),
         ("a\0b", "--output: .*could not be written: .*null"),
+        ("pipe", "is a device or a pipe, which a file must not replace"),
     ],
 )
 def test_a_place_that_cannot_be_is_named(tmp_path, name, message):
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match=message):
         files.write(f"{tmp_path}/{name}", b"", "--output")
