@@ -1,4 +1,4 @@
-"""Where a picture in characters that is wider than its place is cut, so that no name is cut and time stays in order."""
+"""Where a picture in characters that is wider than its place is cut: through as few names of actions as may be."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ class Bar(NamedTuple):
     end: int
     text: str
     style: str
+
+    @property
+    def named(self) -> int:
+        """Where its name ends."""
+        return self.first + len(self.text)
 
 
 class Block(NamedTuple):
@@ -44,6 +49,12 @@ def blocks(bars: Sequence[Bar], width: int, room: int, step: int) -> list[Block]
     return [*head, first._replace(left_out=left_out), *others]
 
 
+def through(bars: Sequence[Bar], parts: Sequence[Block]) -> bool:
+    """Whether a name is on both sides of a cut."""
+    cuts = [block.end for block in parts]
+    return any(bar.first < at < bar.named for bar in bars for at in cuts)
+
+
 def _cut(bars: Sequence[Bar], first: int, width: int, room: int, step: int, most: int = 2 * MOST) -> list[Block]:
     found: list[Block] = []
     while first < width and len(found) < most:
@@ -57,9 +68,9 @@ def _best(bars: Sequence[Bar], last: int, back: int, step: int) -> int:
     """The best place for a cut, ``last`` or up to ``back`` columns before."""
     near = [bar for bar in bars if bar.first < last and bar.end > last - back]
 
-    def worth(at: int) -> tuple[bool, bool, int, int]:
-        name = any(bar.first < at < bar.first + len(bar.text) for bar in near)
+    def worth(at: int) -> tuple[int, bool, bool, int]:
+        names = sum(bar.first < at < bar.named for bar in near)
         action = any(bar.first < at < bar.end for bar in near)
-        return name, at % step != 0, action, -at
+        return names, at % step != 0, action, -at
 
     return min(range(last, last - back - 1, -1), key=worth)

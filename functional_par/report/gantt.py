@@ -12,7 +12,7 @@ from rich.text import Text
 
 from functional_par.pipeline.schedule import KINDS
 from functional_par.pipeline.timeline import Timeline
-from functional_par.report.blocks import MOST, Bar, Block, blocks
+from functional_par.report.blocks import MOST, Bar, Block, blocks, through
 from functional_par.report.cells import chunks, kinds, most_chunks, name, row_names, short
 
 COLORS: Mapping[str, str] = MappingProxyType({"F": "blue", "B": "green", "I": "yellow", "W": "magenta"})
@@ -47,6 +47,8 @@ def gantt(timeline: Timeline, columns: int | None = None, labels: Sequence[str] 
     room = _room(columns, margin)
     drawing = _drawing(timeline, room)
     parts = blocks(drawing.bars, drawing.width, max(room, drawing.step), drawing.step)
+    if through(drawing.bars, parts):  # then names go on beyond the end of a block
+        parts = blocks(drawing.bars, drawing.width, max(room - drawing.step + 1, drawing.step), drawing.step)
     lines: list[Text] = []
     for block, before in zip(parts, (None, *parts), strict=False):
         if len(parts) > 1:
@@ -157,7 +159,12 @@ def _rows(ranks: int, bars: Sequence[Bar], block: Block, colored: bool) -> list[
             continue
         row = rows[bar.rank]
         row.append("." * (first - block.first - len(row)))
-        text = bar.text.ljust(bar.end - bar.first, " " if colored else "-")
+        text, fill = bar.text, " " if colored else "-"
+        if bar.first < block.end < bar.named:
+            end = bar.named
+        elif bar.first < block.first < bar.named:  # the block before has all of the name
+            text = ""
+        text = text.ljust(bar.end - bar.first, fill)
         row.append(text[first - bar.first : end - bar.first], bar.style if colored else None)
     for row in rows:
         row.append("." * (block.end - block.first - len(row)))

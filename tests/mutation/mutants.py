@@ -652,6 +652,27 @@ MUTANTS = (
         PICTURES,
     ),
     Mutant(
+        "pictures: names are cut at the end of a block",
+        "report/gantt.py",
+        "            end = bar.named",
+        "            pass",
+        PICTURES,
+    ),
+    Mutant(
+        "pictures: actions that are left out are not all counted",
+        "report/blocks.py",
+        "head[-1].end <= bar.first < at",
+        "head[-1].end < bar.first < at",
+        PICTURES,
+    ),
+    Mutant(
+        "pictures: two timelines have axes of time of their own",
+        "report/picture.py",
+        "axes.set_xlim(0, longest)",
+        "axes.set_xlim(0, panel.timeline.makespan or 1.0)",
+        PICTURES,
+    ),
+    Mutant(
         "traces: milliseconds for microseconds",
         "report/chrome_trace.py",
         "_MICRO = 1e6",

@@ -82,6 +82,16 @@ def test_no_schedule_loses_an_action_however_narrow_the_terminal(name, columns):
             assert re.findall(r"[FBIW]\d+", drawn) == [f"{a.kind}{a.microbatch}" for a in row]
 
 
+def test_names_are_whole_where_every_cut_goes_through_one():
+    schedule = make_schedule("zb-h1", 4, 20)
+    found = simulate(schedule, Costs(1.3, 1.1, 0.9, 0.3)).timeline
+    for columns in range(40, 60):
+        text = gantt(found, columns)
+        assert max(map(len, text.plain.splitlines())) <= columns
+        for row, drawn in zip(schedule.rows, pieces(text, 4), strict=True):
+            assert re.findall(r"[FIW]\d+", drawn) == [f"{a.kind}{a.microbatch}" for a in row]
+
+
 def test_of_a_picture_of_very_many_blocks_it_is_said_how_many_actions_are_left_out():
     text = gantt(simulate(make_schedule("1f1b", 2, 500)).timeline, 80)
     [said] = [line for line in text.plain.splitlines() if "left out" in line]
@@ -147,6 +157,7 @@ def test_every_picture_is_a_rectangle_and_each_action_is_in_it_or_counted(parts)
     for columns in (None, 30):
         drawn, said = gantt(Timeline(2, tuple(spans)), columns), legend(Timeline(2, tuple(spans)), columns)
         first, second = pieces(drawn, 2)
-        assert len(first) == len(second)
+        assert "time" in drawn.plain or len(first) == len(second)
+        assert max(map(len, (line for line in drawn.plain.splitlines() if "rank" in line))) <= (columns or 1008)
         gone = [re.search(r"(\d+) actions? left out here", drawn.plain), re.search(r"left out: (\d+) action", said)]
         assert len(re.findall("[FBIW]", first + second)) + sum(int(found[1]) for found in gone if found) == len(parts)
