@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_par.errors import CompositionError, StateError
+from functional_par.comm.base import World
+from functional_par.errors import CompositionError, ModelError, StateError
 from functional_par.optim import Optimizer
 from functional_par.plan import Plan
 from functional_par.state import State
@@ -28,6 +29,18 @@ def check_options(optimizer: Any, dtype: Any, clip: Any, norm: Any) -> None:
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0):
         raise CompositionError(
             f"clip={clip!r}: the largest gradient norm is a positive number, or None for no clipping."
+        )
+
+
+def check_threads(plan: Plan, world: World) -> None:
+    """ModelError for a layer that torch computes wrongly in several threads at once."""
+    if world.backend != "threads" or world.mesh.size == 1:
+        return
+    if names := [name for name, entry in plan.trace().layers.items() if entry.forward_mode]:
+        raise ModelError(
+            f"layer {names[0]!r} takes a derivative in forward mode (torch.func.jvp, jacfwd or hessian), of which torch has "
+            "one level for all threads of a process: ranks that are threads would spoil each other's. Run ranks as processes "
+            '(torchrun, backend="gloo"), or take the derivative in reverse mode (torch.func.vjp, jacrev).'
         )
 
 

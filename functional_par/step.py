@@ -13,7 +13,7 @@ from torch import Tensor
 
 from functional_par.agreement import check_plan
 from functional_par.batch import Share, share_of
-from functional_par.checks import check_options, check_state
+from functional_par.checks import check_options, check_state, check_threads
 from functional_par.comm.base import AllReduce, World
 from functional_par.errors import NonFiniteError
 from functional_par.maps.apply import Moment
@@ -65,6 +65,7 @@ class Step:
     ) -> None:
         check_options(optimizer, dtype, clip, norm)
         check_whole(plan)
+        check_threads(plan, world)
         check_plan(plan, world, dtype)
         self.plan, self.world, self.optimizer = plan, world, optimizer
         self.clip, self.norm, self.donate, self.dtype = clip, norm, donate, dtype

@@ -108,7 +108,9 @@ def mark_end(x: Tensor) -> Callable[[], bool]:
 
     gloo takes a message that is too short for its buffer without a word. (It aborts the process for one too long.)
     """
-    narrow = x.itemsize < 4 and not x.is_floating_point() and x.dtype != torch.bool  # such integers may well be the pattern
+    narrow = (
+        x.itemsize < 4 and not x.is_floating_point() and x.dtype != torch.bool
+    )  # such integers may well be the pattern
     if x.device.type != "cpu" or x.nbytes < 8 or narrow:
         return lambda: False
     tail = x.view(-1)[-math.ceil(8 / x.itemsize) :].view(torch.uint8)

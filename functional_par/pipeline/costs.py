@@ -10,6 +10,7 @@ from typing import Any
 from functional_par.errors import ScheduleError
 from functional_par.pipeline.schedule import Action
 
+LARGEST = 10**100
 Each = Any  # a number, or a sequence with one for each stage; exact numbers (int, Fraction) stay exact
 
 
@@ -37,7 +38,8 @@ class Costs:
             given = getattr(self, field.name)
             several = isinstance(given, Sequence) and not isinstance(given, str) and field.name != "transfer"
             for number in given if several else [given]:
-                if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= float(number) < float("inf"):
+                # A bound far beyond any time, below which sums and products are finite.
+                if isinstance(number, bool) or not isinstance(number, Real) or not _in_range(number):
                     raise ScheduleError(
                         f"Costs({field.name}={given!r}): {number!r} is no time. Give a finite number of at least 0"
                         f"{'' if field.name == 'transfer' else ', or one for each stage'}."
@@ -64,3 +66,7 @@ class Costs:
     def _one(self, name: str, stage: int) -> Any:
         given = getattr(self, name)
         return given[stage] if isinstance(given, Sequence) else given
+
+
+def _in_range(number: Any) -> bool:
+    return bool(0 <= number < LARGEST)

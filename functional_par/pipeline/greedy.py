@@ -43,6 +43,12 @@ def greedy(
     0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
+    placed = isinstance(placement, Sequence) and all(type(rank) is int and rank >= 0 for rank in placement)
+    if not placed or not placement or type(microbatches) is not int or microbatches < 1:
+        raise ScheduleError(
+            f"greedy(placement={placement!r}, microbatches={microbatches!r}): the rank of each stage, integers from 0, and at "
+            "least one microbatch."
+        )
     ranks = [_Rank(rank, name, live, pending) for rank in range(max(placement) + 1)]
     for stage, rank in enumerate(placement):
         ranks[rank].stages.append(stage)

@@ -79,6 +79,10 @@ class Schedule:
     name: str
     rows: tuple[Row, ...]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.rows, tuple) or not all(isinstance(row, tuple) for row in self.rows):
+            object.__setattr__(self, "rows", Schedule.of(self.name, self.rows).rows)
+
     @classmethod
     def of(cls, name: str, rows: Iterable[Iterable[Action | str]]) -> Schedule:
         """A schedule from rows of actions, or of their text. Raises ScheduleError with the place of what is neither.

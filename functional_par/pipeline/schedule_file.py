@@ -66,6 +66,7 @@ def _separator(cell: str) -> str | None:
 def _parse(cell: str) -> Iterator[Action]:
     if (several := _SEVERAL.fullmatch(cell)) is not None:
         for part in several[1].split(";"):
-            yield from _parse(part.strip())
+            if not _DERIVED.fullmatch(part.strip()):
+                yield Action.parse(part.strip())
     elif cell and not _DERIVED.fullmatch(cell):
         yield Action.parse(cell)

@@ -63,7 +63,7 @@ def simulate(
     >>> found.makespan, round(found.bubble, 4), found.live  # the bubble is 3 / (8 + 3)
     (33.0, 0.2727, (4, 3, 2, 1))
     """
-    proof = verify(schedule, edges, training=any(a.kind != "F" for row in schedule.rows for a in row))
+    proof = verify(schedule, edges, training=any(getattr(a, "kind", "") != "F" for row in schedule.rows for a in row))
     costs = (costs or Costs()).check(schedule.stages)
     return Simulation(_timeline(proof, costs), proof.live, _live_bytes(schedule, activation_bytes))
 
@@ -84,7 +84,12 @@ def _timeline(proof: Proof, costs: Costs) -> Timeline:
 def _live_bytes(schedule: Schedule, given: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if given is None:
         return None
-    sizes = [given] * schedule.stages if isinstance(given, int) else list(given)
+    sizes = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * schedule.stages
+    if wrong := [size for size in sizes if isinstance(size, bool) or not isinstance(size, int) or size < 0]:
+        raise ScheduleError(
+            f"schedule {schedule.name}: activation_bytes has {wrong[0]!r}, which is no number of bytes. Give integers of "
+            "at least 0."
+        )
     if len(sizes) != schedule.stages:
         raise ScheduleError(
             f"schedule {schedule.name}: activation_bytes={sizes} has {len(sizes)} numbers for {schedule.stages} stages. Give "

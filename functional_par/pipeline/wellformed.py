@@ -65,6 +65,7 @@ def _actions(schedule: Schedule) -> Iterator[tuple[int, int, Action]]:
 def _is_action(action: object, stages: int | None, microbatches: int | None) -> bool:
     return (
         isinstance(action, Action)
+        and isinstance(action.kind, str)
         and action.kind in KINDS
         and all(
             type(number) is int and number >= 0 and (most is None or number < most)

@@ -24,7 +24,9 @@ def write(path: str, data: bytes, what: str) -> None:
     if os.path.isdir(place):
         raise ConfigError(f"{what}: {path} is a folder; give the name of a file in it.")
     if os.path.exists(place) and not os.path.isfile(place):
-        raise ConfigError(f"{what}: {path} is a device or a pipe, which a file must not replace; give the name of a file.")
+        raise ConfigError(
+            f"{what}: {path} is a device or a pipe, which a file must not replace; give the name of a file."
+        )
     draft = place.with_name(f".{os.getpid()}.{place.name}"[:250])
     try:
         draft.write_bytes(data)

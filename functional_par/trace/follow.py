@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -54,6 +55,7 @@ class Typing(TorchDispatchMode):
     Attributes:
         uses: where leaves met data.
         touched: identities of the tensors that anything was asked of.
+        forward_mode: whether a forward-mode derivative was taken.
         work: floating-point operations of the forward, about.
         backward: true while the backward of the layer is followed, where a result varies over the union of its inputs
             and nothing is refused.
@@ -69,6 +71,7 @@ class Typing(TorchDispatchMode):
         self.twins: dict[int, tuple[Tensor, Tensor]] = {}
         self.uses: list[Use] = []
         self.touched: set[int] = set()
+        self.forward_mode = False
         self.work = 0
         self.backward = False
         self.refusal: ParallelError | None = None
@@ -133,6 +136,7 @@ class Typing(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._check_operation(func)
+        self.forward_mode |= forward_ad._current_level >= 0
         args, kwargs = pytree.tree_map_only(Tensor, self._twin, (args, kwargs or {}))
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _META}

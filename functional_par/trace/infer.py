@@ -69,6 +69,7 @@ class LayerTrace:
         work: floating-point operations of its forward, about.
         passed: for each leaf of the output the leaf of the input that it is, untouched, or None for a new value.
         touched: the leaves of the input that it computes with; the others it hands on or drops.
+        forward_mode: whether it takes a derivative in forward mode.
         saved: bytes that it keeps for its backward, besides parameters and the batch; kernels by their definitions.
     """
 
@@ -77,6 +78,7 @@ class LayerTrace:
     work: int
     passed: tuple[int | None, ...] = ()
     touched: frozenset[int] = frozenset()
+    forward_mode: bool = False
     saved: int = 0
 
 
@@ -186,7 +188,7 @@ class _Tracer:
         flat = pytree.tree_leaves(check_output(layer, output))
         touched = typing.touched.copy()
         entry = LayerTrace(pytree.tree_map(typing.abstract, output), tuple(dict.fromkeys(typing.uses)), typing.work)
-        entry = replace(entry, **_flow(inputs[len(layer.paths) :], flat, touched))
+        entry = replace(entry, forward_mode=typing.forward_mode, **_flow(inputs[len(layer.paths) :], flat, touched))
         apart = inputs if first else inputs[: len(layer.paths)]
         entry = replace(entry, saved=saved_bytes([y for y in flat if isinstance(y, Tensor)], (*apart, *batch.values())))
         carriers = {i: at for at, i in enumerate(i for i, slot in enumerate(slots) if slot.value.grad)}

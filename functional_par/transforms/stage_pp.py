@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import accumulate, pairwise
 from math import isfinite
+from os import PathLike
 from typing import Any
 
 import torch
@@ -150,7 +151,7 @@ def _check_takes(maker: Maker, name: str, *given: int) -> None:
 
 
 def stage_pp(
-    schedule: str | Schedule | Maker = "1f1b",
+    schedule: str | PathLike[str] | Schedule | Maker = "1f1b",
     microbatches: int = 1,
     split: Split | None = None,
     chunks: int | None = None,
@@ -185,7 +186,7 @@ def stage_pp(
             of memory where nothing says the shapes of a microbatch.
         ScheduleError: an unknown schedule, chunks that it does not have, or one of your own that cannot run.
     """
-    if isinstance(schedule, str) and schedule.endswith(".csv"):
+    if isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.lower().endswith(".csv")):
         schedule = read_schedule(schedule)
     if isinstance(schedule, str):
         schedule = canonical(schedule)
