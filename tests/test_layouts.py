@@ -69,7 +69,7 @@ def pairs(case):
         [(name, value) for name, value in case._asdict().items() if name not in ("dp", "pp", "tp")],
     )
     options = [(name, value) for name, value in options if value is not None]
-    with_mesh = [(mesh, option) for option in options if option[0] in ("mode", "schedule", "tied")]
+    with_mesh = [(mesh, option) for option in options if option[0] in ("mode", "tied")]
     return {mesh, *with_mesh, *combinations(options, 2)}
 
 
@@ -146,7 +146,7 @@ def test_the_table_has_every_layout_and_the_subset_every_factorisation_and_every
         seen = {pair for pair in seen if None not in pair}
         # llama runs with three microbatches alone.
         assert len(seen) == (n * m - 2 if {a, b} == {"microbatches", "model"} else n * m), (a, b)
-    assert 50 <= len(COVER) <= 60
+    assert 35 <= len(COVER) <= 45
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])

@@ -77,7 +77,7 @@ def layouts(draw):
     return pp, name, chunks, draw(st.integers(1, 9)), tied, split
 
 
-@few(25, 1.0)
+@few(15, 0.75)
 @given(layouts(), st.sampled_from(["func", "tape"]), st.booleans())
 def test_a_pipeline_is_the_gradient_of_one_process_with_any_schedule_ties_and_split(layout, engine, poison):
     pp, name, chunks, microbatches, tied, split = layout
