@@ -3,8 +3,8 @@
 python examples/bubbles.py                     # real matrix products, one thread a rank, as many ranks as there are cores
 python examples/bubbles.py --ranks 2 3 4 --virtual   # more ranks than cores: a clock that the costs move
 
-A real run takes the median of some steps. The simulation is given what each kind of action took on each stage in that very
-step, so what is compared is the waiting, not the speed of the machine.
+A real run takes the median of some steps. The simulation is given what every action took in that very step, so what is compared
+is the waiting, not the speed of the machine.
 """
 
 import argparse
@@ -42,20 +42,15 @@ def model(layers, width, rows):
     )
 
 
-def costs_of(timeline, stages):
-    """What each kind of action took on each stage, the median over microbatches; a whole backward counts as one kind."""
-    taken = {}
-    for span in timeline.spans:
-        taken.setdefault((span.action.kind, span.action.stage), []).append(span.end - span.start)
+class Measured(Costs):
+    """What every single action took."""
 
-    def each(*kinds):
-        return [
-            statistics.median(taken.get(next((k, s) for k in kinds if (k, s) in taken), [0.0])) for s in range(stages)
-        ]
+    def __init__(self, timeline):
+        super().__init__()
+        object.__setattr__(self, "taken", {span.action: span.end - span.start for span in timeline.spans})
 
-    split = any(kind == "I" for kind, _ in taken)
-    weights = [statistics.median(taken.get(("W", stage), [0.0])) for stage in range(stages)]
-    return Costs(each("F"), each("I", "B"), weights if split else 0.0)
+    def of(self, action):
+        return self.taken[action]
 
 
 def measured(program, ranks, batch, steps):
@@ -97,7 +92,7 @@ def row(name, ranks, options):
         costs = Costs(1.0, 1.0, 1.0, options.transfer)
         return virtual(program, ranks, batch, costs).bubble, simulate(schedule, costs).bubble
     pairs = [
-        (timeline.bubble, simulate(schedule, costs_of(timeline, schedule.stages)).bubble)
+        (timeline.bubble, simulate(schedule, Measured(timeline)).bubble)
         for timeline in measured(program, ranks, batch, options.steps)
     ]
     return statistics.median(real for real, _ in pairs), statistics.median(ideal for _, ideal in pairs)
@@ -109,10 +104,10 @@ def main(argv=None):
     parser.add_argument("--ranks", type=int, nargs="+", default=[cores], help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--schedules", nargs="+", default=list(schedule_names()))
-    parser.add_argument("--width", type=int, default=512, help="of the matrices")
+    parser.add_argument("--width", type=int, default=1024, help="of the matrices")
     parser.add_argument("--rows", type=int, default=512, help="of a microbatch")
     parser.add_argument("--layers", type=int, default=3, help="a stage")
-    parser.add_argument("--steps", type=int, default=7, help="measured steps")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps")
     parser.add_argument("--virtual", action="store_true", help="every action takes one unit, whatever it took")
     parser.add_argument("--transfer", type=float, default=0.0, help="of a message, with --virtual")
     options = parser.parse_args(argv)
