@@ -11,6 +11,8 @@ from functional_par.comm.checks import Awaited
 from functional_par.comm.process import ProcessWorld, _Call, _Running
 from functional_par.comm.wire import mark_end
 from functional_par.errors import CommError
+from functional_par.launch import _state
+from tests.raises import matched
 
 
 class Broken:
@@ -41,6 +43,10 @@ def test_a_message_that_happens_to_end_in_the_pattern_is_not_taken_for_a_short_o
     unwritten = mark_end(x)
     x.fill_(True if dtype == torch.bool else -91 if dtype == torch.int8 else 0xA5 if dtype == torch.uint8 else -23131)
     assert not unwritten()
+
+
+def test_a_rank_that_fails_before_it_has_joined_the_others_says_so():
+    matched(_state(3, []), "rank 3 was starting")
 
 
 def test_a_message_on_nccl_between_stages_that_are_no_neighbours_names_the_fix():
