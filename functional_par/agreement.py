@@ -5,7 +5,7 @@ process makes its plan by itself; processes that differ would train another mode
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -21,9 +21,9 @@ def check_plan(plan: Plan, world: World, dtype: torch.dtype) -> None:
     """MismatchError unless all ranks have the same plan. Collective over the world."""
     group = world.group(*AXES)
     parts = _parts(plan, dtype)
-    for place, (what, ranks) in enumerate(_differences(group, list(parts.values()), list(parts), world)):
+    for what, ranks in _differences(group, parts, world):
         if ranks:
-            shown = list(parts.values())[place]
+            shown = parts[what]
             raise MismatchError(
                 f"rank {world.rank} has another plan than {named(ranks)}: they differ in {what}, which on this rank is: "
                 f"{shown if len(shown) < 300 else shown[:300] + ' ...'}. Every process makes the same program: what may differ "
@@ -39,7 +39,7 @@ def check_shapes(part: Part, world: World) -> None:
         + ", ".join(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" for leaf in edge.leaves)
         for stage, edge in enumerate(part.edges)
     )
-    for _, ranks in _differences(world.group("pp"), [shown], ["shapes"], world):
+    for _, ranks in _differences(world.group("pp"), {"shapes": shown}, world):
         if ranks:
             raise MismatchError(
                 f"rank {world.rank} has other shapes between stages than {named(ranks)} of its pipeline: {shown}. Shapes are "
@@ -47,17 +47,19 @@ def check_shapes(part: Part, world: World) -> None:
             )
 
 
-def _differences(group: Group, texts: Sequence[str], names: Sequence[str], world: World) -> list[tuple[str, list[int]]]:
+def _differences(group: Group, texts: Mapping[str, str], world: World) -> list[tuple[str, list[int]]]:
     """For each text its name and the ranks of the group that have another."""
     if group.size == 1:
         return []
-    codes = torch.tensor([[zlib.crc32(text.encode()) for text in texts]], dtype=torch.int64, device=world.device)
+    codes = torch.tensor(
+        [[zlib.crc32(text.encode()) for text in texts.values()]], dtype=torch.int64, device=world.device
+    )
     with world.record.during(AGREEMENT):
         found = group.start(AllGather(0), codes).wait().tolist()
     own = found[group.index]
     return [
         (name, [rank for rank, row in zip(group.ranks, found, strict=True) if row[i] != own[i]])
-        for i, name in enumerate(names)
+        for i, name in enumerate(texts)
     ]
 
 

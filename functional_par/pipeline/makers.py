@@ -162,6 +162,7 @@ def _numbered(steps: Iterable[Step]) -> Row:
     owed: deque[Action] = deque()
     row = []
     for kind, stage in steps:
+        # Literals that are repeated by ``*`` are plain strings to the type checker.
         action = owed.popleft() if kind == "W" else Action(stage, kind, seen[stage, kind == "F"])  # type: ignore[arg-type]
         seen[stage, kind == "F"] += kind != "W"
         if kind == "I":

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from functional_par.comm.base import World
-from functional_par.pipeline.messages import Task, tasks
+from functional_par.pipeline.messages import Task
 from functional_par.pipeline.routes import Routes, routes
 from functional_par.pipeline.stage import Call, Edge, loss_edge, stage_calls
 from functional_par.pipeline.verify import verify
@@ -83,9 +83,9 @@ def make_part(plan: Plan, world: World, shapes: Fields, dtype: torch.dtype, *, t
     found = routes(plan, traced)
     schedule = plan.timetable if training else plan.timetable.forward_only
     edges = tuple(_leaving(plan, traced, stage) for stage in range(len(plan.stages)))
-    verify(schedule, edges=found.edges, microbatches=plan.microbatches, training=training)
+    proof = verify(schedule, edges=found.edges, microbatches=plan.microbatches, training=training)
     return Part(
-        tasks(schedule, found.edges)[coords.pp],
+        tuple(task for rank, task in proof.order if rank == coords.pp),  # what runs is what was proved
         {stage: Chunk(stage_calls(plan, traced, stage)) for stage in plan.stages_on(coords.pp)},
         found,
         tuple(world.mesh.rank(**{**coords._asdict(), "pp": pp}) for pp in range(world.mesh.pp)),

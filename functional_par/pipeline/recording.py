@@ -58,7 +58,7 @@ class Recording:
         table = table.to(world.device)
         rows = (group.start(AllGather(0), table).wait() if group.size > 1 else table).tolist()
         found = [
-            Span(rank, Action(int(stage), kinds[int(kind)], int(microbatch)), start, end)  # type: ignore[arg-type]
+            Span(rank, Action(int(stage), kinds[int(kind)], int(microbatch)), start, end)
             for rank, row in enumerate(rows)
             for stage, kind, microbatch, start, end in row
             if stage >= 0

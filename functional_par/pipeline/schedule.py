@@ -13,7 +13,7 @@ from functional_par.errors import ScheduleError
 
 Kind = Literal["F", "B", "I", "W"]
 
-KINDS: Mapping[str, str] = MappingProxyType(
+KINDS: Mapping[Kind, str] = MappingProxyType(
     {"F": "forward", "B": "backward", "I": "input-backward", "W": "weight-backward"}
 )
 """What an action does: ``B`` is ``I`` and ``W`` in one."""

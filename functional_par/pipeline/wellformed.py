@@ -11,7 +11,6 @@ from functional_par.pipeline.schedule import KINDS, Action, Kind, Schedule
 Places = Mapping[Action, tuple[int, int]]
 """The rank of each action, and its index in the rank's row."""
 
-_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 _MISSING = "is missing"
 _BEFORE: Mapping[str, Kind] = MappingProxyType({"B": "F", "I": "F", "W": "I"})
 
@@ -94,7 +93,7 @@ def _places(schedule: Schedule) -> Places:
 
 def _wrong(places: Places, stage: int, microbatch: int, training: bool) -> Iterator[str]:
     """What is missing of a microbatch on a stage, or too much."""
-    forward, whole, inputs, weights = (Action(stage, kind, microbatch) for kind in _KINDS)
+    forward, whole, inputs, weights = (Action(stage, kind, microbatch) for kind in KINDS)
     there = [action for action in (whole, inputs, weights) if action in places]
     if forward not in places:
         yield f"{forward}, the {forward.words}, {_MISSING}"

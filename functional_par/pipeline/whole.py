@@ -61,10 +61,6 @@ def _check_leaves(plan: Plan) -> None:
             f"{plan.mesh}: the plan places {len(plan.specs)} leaves, but the model has {len(plan.model.leaves)}; only one of "
             f"them has {', '.join(other)}."
         )
-    read: dict[str, set[int]] = {path: set() for path in plan.specs}
-    for layer in plan.model.all_layers:
-        for path in layer.paths:
-            read[path].add(plan.placement[plan.stage_of[layer.name]])
     for path, spec in plan.specs.items():
         leaf = plan.model.leaves[path]
         if (spec.shape, spec.trainable) != (leaf.shape, leaf.trainable):
@@ -72,9 +68,10 @@ def _check_leaves(plan: Plan) -> None:
                 f"{plan.mesh}: the plan has {path} as {_words(spec.shape, spec.trainable)}, but in the model it is "
                 f"{_words(leaf.shape, leaf.trainable)}."
             )
-        if set(spec.owners) != read[path]:
+        read = {plan.placement[stage] for stage in plan.readers[path]}
+        if set(spec.owners) != read:
             raise CompositionError(
-                f"{plan.mesh}: {path} is read by stages on the pp coordinates {sorted(read[path])}, but held at "
+                f"{plan.mesh}: {path} is read by stages on the pp coordinates {sorted(read)}, but held at "
                 f"{list(spec.owners)}."
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from functional_par.pipeline.schedule import KINDS, Action
+from functional_par.pipeline.schedule import KINDS, Action, Kind
 from functional_par.pipeline.timeline import Timeline
 
 
@@ -20,7 +20,7 @@ def most_chunks(timeline: Timeline) -> int:
     return 1 + max(chunks(timeline).values(), default=0)
 
 
-def kinds(timeline: Timeline) -> tuple[str, ...]:
+def kinds(timeline: Timeline) -> tuple[Kind, ...]:
     """The kinds of action that occur, in the order F, B, I, W."""
     found = {span.action.kind for span in timeline.spans}
     return tuple(kind for kind in KINDS if kind in found)

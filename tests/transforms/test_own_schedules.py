@@ -132,7 +132,7 @@ def test_of_what_is_no_action_the_place_comes_first(made, message):
 
 def test_rows_that_are_none_are_refused():
     with pytest.raises(ScheduleError, match=r"schedule mine: 3 is no list of rows; write one list of actions for each"):
-        Schedule.of("mine", 3)  # type: ignore[arg-type]
+        Schedule.of("mine", 3)
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_a_split_is_a_list():
     with pytest.raises(
         CompositionError, match=re.escape("stage_pp(split=3): it is a list with the number of layers of each")
     ):
-        fp.stage_pp(split=3)  # type: ignore[arg-type]
+        fp.stage_pp(split=3)
 
 
 @pytest.mark.parametrize("microbatches", [0, -1, 1.0, True, "2", None])
