@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from io import StringIO
 from os import PathLike
 from pathlib import Path
 
 from functional_par.errors import ScheduleError
-from functional_par.pipeline.schedule import Action, Schedule, shortened
+from functional_par.pipeline.schedule import Action, Row, Schedule, shortened
 
 _DERIVED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 _CELL = re.compile(r"\d+[FBIW]\d+")
@@ -41,7 +42,14 @@ def read_schedule(path: str | PathLike[str]) -> Schedule:
 def write_schedule(schedule: Schedule, path: str | PathLike[str]) -> None:
     """Write a file that ``read_schedule`` reads, and torch as compute_only."""
     with Path(path).open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([*map(str, row)] or [""] for row in schedule.rows)
+        file.write(as_csv(schedule.rows, "\r\n"))
+
+
+def as_csv(rows: Sequence[Row], end: str) -> str:
+    """Rows of actions as lines of cells; a rank without any has one empty cell, since a blank line would be no row."""
+    text = StringIO()
+    csv.writer(text, lineterminator=end).writerows([*map(str, row)] or [""] for row in rows)
+    return text.getvalue()
 
 
 def _actions(path: str | PathLike[str], row: int, cells: list[str]) -> Iterator[Action]:

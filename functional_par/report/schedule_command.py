@@ -13,6 +13,7 @@ from rich.console import Console
 from functional_par.errors import ScheduleError
 from functional_par.pipeline.costs import Costs
 from functional_par.pipeline.schedule import Row, Schedule
+from functional_par.pipeline.schedule_file import as_csv
 from functional_par.pipeline.simulate import simulate
 from functional_par.pipeline.timeline import Timeline
 from functional_par.report import chrome_trace, draw, files
@@ -127,8 +128,7 @@ def _write(options: Options, shown: Shown) -> None:
         draw.draw(options.output, panels, shown.schedule, "--output")
     if options.csv_output is not None:
         rows = shown.schedule.rows if shown.schedule else shown.actions
-        text = "".join((",".join(map(str, row)) or '""') + "\n" for row in rows)  # a blank line would be no row
-        files.write(options.csv_output, text.encode(), "--csv-output")
+        files.write(options.csv_output, as_csv(rows, "\n").encode(), "--csv-output")
 
 
 def _print(shown: Shown) -> None:
