@@ -16,6 +16,7 @@ from functional_par.maps.infer import infer
 from functional_par.mesh import AXES, Mesh
 from functional_par.model import LOSS, Layer, Model
 from functional_par.par import TensorParallelMode
+from functional_par.pipeline.costs import Costs
 from functional_par.pipeline.schedule import Schedule
 from functional_par.pipeline.schedules import make_schedule
 from functional_par.spec import Debt, Spec
@@ -42,6 +43,7 @@ class Plan:
         aliases: tied path to the path that stands for it.
         costs: work of each layer's forward on one row, in floating-point operations, or as ``stage_pp`` was told; the loss is
             one of them.
+        parts: times of forward, input backward and weight backward of each layer, where ``stage_pp`` was told measured ones.
         stages: names of the layers of each pipeline stage; the loss belongs to the last.
         placement: the pp coordinate of the ranks that run each stage; several stages may be on one.
         schedule, microbatches: how the pipeline runs: the schedule's name, and pieces of each replica's share of the batch.
@@ -51,6 +53,8 @@ class Plan:
         mode, async_comm: how tensor-parallel layers communicate.
         active: the axes that some transform uses.
         data_axes: the axes along which the batch is split, in mesh order.
+        remat: layer name to what is kept of its forward, "full" or "selective" as ``remat`` defines them; of all others
+            everything is kept.
         maps: the user's own maps on gradients and updates, in the order of the transforms.
         map_groups: (axes, stages) of the collectives of these maps.
     """
@@ -61,6 +65,7 @@ class Plan:
     specs: Mapping[str, Spec]
     aliases: Mapping[str, str] = field(default_factory=dict)
     costs: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     stages: tuple[tuple[str, ...], ...] = ()
     placement: tuple[int, ...] = (0,)
     schedule: str = "1f1b"
@@ -72,6 +77,7 @@ class Plan:
     async_comm: bool = False
     active: frozenset[str] = frozenset()
     data_axes: tuple[str, ...] = ()
+    remat: Mapping[str, str] = field(default_factory=dict)
     maps: tuple[GradientMap, ...] = ()
     map_groups: frozenset[tuple[tuple[str, ...], tuple[int, ...]]] = frozenset()
     _traces: dict[Any, Trace] = field(default_factory=dict, compare=False, repr=False)
@@ -155,7 +161,16 @@ class Plan:
         """
         if self.given is not None:
             return self.given
-        return make_schedule(self.schedule, self.mesh.pp, self.microbatches, len(self.stages) // self.mesh.pp)
+        chunks = len(self.stages) // self.mesh.pp
+        return make_schedule(self.schedule, self.mesh.pp, self.microbatches, chunks, self.stage_costs)
+
+    @property
+    def stage_costs(self) -> Costs:
+        """What the actions of each stage take: as measured, or the work of its forward three times."""
+        parts = self.parts or {name: (work, work, work) for name, work in self.costs.items()}
+        mine = [[parts.get(layer.name, (0.0,) * 3) for layer in self.stage_layers(s)] for s in range(len(self.stages))]
+        forward, first, second = ([sum(part[i] for part in each) for each in mine] for i in range(3))
+        return Costs(forward, first, second)
 
     def trace(self, batch: Fields | None = None, dtype: torch.dtype = torch.float32) -> Trace:
         """Infer types, shapes and debts for microbatches of the given shapes (by default small ones). Done once a shape,

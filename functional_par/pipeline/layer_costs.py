@@ -42,6 +42,11 @@ class LayerCosts:
         return layer_costs(self)
 
     @property
+    def parts(self) -> dict[str, tuple[float, float, float]]:
+        """Seconds of forward, input backward and weight backward of each layer."""
+        return {name: (x, self.input_backward[name], self.weight_backward[name]) for name, x in self.forward.items()}
+
+    @property
     def total(self) -> dict[str, float]:
         """Seconds of forward and backward together."""
         return {name: x + self.input_backward[name] + self.weight_backward[name] for name, x in self.forward.items()}

@@ -8,8 +8,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, zip_longest
 
+from functional_par.pipeline.costs import Costs
 from functional_par.pipeline.greedy import greedy
 from functional_par.pipeline.schedule import Action, Row, Schedule
+from functional_par.pipeline.simulate import simulate
 
 Step = tuple[str, int]
 """A kind and a stage. Microbatches follow by counting; a ``W`` is that of the oldest ``I`` that has none yet."""
@@ -80,6 +82,38 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
     1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
     return Schedule("zb-h1", interleaved_zb(ranks, microbatches, 1).rows)
+
+
+def zb_1p(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
+    """A zero-bubble schedule for the given costs of the stages, with 1F1B's memory: at most p activations are alive (ZB-1p of
+    arXiv 2401.10241, by list scheduling). With unit costs it is ``zb_h1``. One rank has no bubble and keeps backwards whole.
+
+    >>> zb_1p(2, 3).rows == zb_h1(2, 3).rows
+    True
+    """
+    return _zero_bubble("zb-1p", ranks, microbatches, costs, ranks)
+
+
+def zb_2p(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
+    """The same with up to ``2 p - 1`` activations alive where that makes it faster, as it does where stages take different
+    times (ZB-2p of arXiv 2401.10241): of the schedules with p, 3/2 p and 2 p - 1 the first that is within a hundredth of the
+    fastest. With unit costs it is ``zb_h1``, which nothing beats.
+
+    >>> zb_2p(2, 3).rows == zb_h1(2, 3).rows
+    True
+    """
+    found = []
+    for live in sorted({ranks, ranks + ranks // 2, 2 * ranks - 1}):
+        made = _zero_bubble("zb-2p", ranks, microbatches, costs, live)
+        found.append((simulate(made, costs or Costs(1, 1, 1)).makespan, made))
+    best = min(time for time, _ in found)
+    return next(made for time, made in found if time <= best * 1.01)
+
+
+def _zero_bubble(name: str, ranks: int, microbatches: int, costs: Costs | None, live: int) -> Schedule:
+    if ranks == 1:  # there is no bubble to fill
+        return Schedule(name, one_f_one_b(ranks, microbatches).rows)
+    return greedy(range(ranks), microbatches, costs, live=live, name=name)
 
 
 def interleaved_zb(ranks: int, microbatches: int, chunks: int) -> Schedule:

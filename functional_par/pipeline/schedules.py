@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from functional_par.errors import ScheduleError
+from functional_par.pipeline.costs import Costs
 from functional_par.pipeline.makers import (
     afab,
     dual_pipe_v,
@@ -16,6 +17,8 @@ from functional_par.pipeline.makers import (
     interleaved_zb,
     looped_bfs,
     one_f_one_b,
+    zb_1p,
+    zb_2p,
     zb_h1,
     zbv,
 )
@@ -32,6 +35,8 @@ __all__ = [
     "make_schedule",
     "one_f_one_b",
     "schedule_names",
+    "zb_1p",
+    "zb_2p",
     "zb_h1",
     "zbv",
 ]
@@ -41,11 +46,13 @@ CHUNKS = 2
 
 
 class _Maker(NamedTuple):
-    """``chunks``: how many stages a rank the schedule has; None for any number, then ``make`` takes it too."""
+    """``chunks``: how many stages a rank the schedule has; None for any number, then ``make`` takes it too. ``by_costs``: it
+    is made for the costs of the stages, which ``make`` takes too."""
 
     make: Callable[..., Schedule]
     chunks: int | None
     aliases: tuple[str, ...]
+    by_costs: bool = False
 
 
 _MAKERS: Mapping[str, _Maker] = MappingProxyType(
@@ -55,6 +62,8 @@ _MAKERS: Mapping[str, _Maker] = MappingProxyType(
         "interleaved": _Maker(interleaved, None, ("Interleaved1F1B", "ScheduleInterleaved1F1B")),
         "looped-bfs": _Maker(looped_bfs, None, ("LoopedBFS", "ScheduleLoopedBFS")),
         "zb-h1": _Maker(zb_h1, 1, ()),
+        "zb-1p": _Maker(zb_1p, 1, (), by_costs=True),
+        "zb-2p": _Maker(zb_2p, 1, (), by_costs=True),
         "zbv": _Maker(zbv, 2, ("ZBVZeroBubble", "ScheduleZBVZeroBubble")),
         "interleaved-zb": _Maker(interleaved_zb, None, ("InterleavedZeroBubble", "ScheduleInterleavedZeroBubble")),
         "dualpipev": _Maker(dual_pipe_v, 2, ("ScheduleDualPipeV",)),
@@ -113,8 +122,11 @@ def chunks_of(name: str, chunks: int | None = None) -> int:
     return chunks if chunks is not None else has or CHUNKS
 
 
-def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule of that name, its stages ``ranks * chunks_of(name, chunks)``.
+def make_schedule(
+    name: str, ranks: int, microbatches: int, chunks: int | None = None, costs: Costs | None = None
+) -> Schedule:
+    """The schedule of that name, its stages ``ranks * chunks_of(name, chunks)``. ``zb-1p`` and ``zb-2p`` are made for the costs
+    of the stages, ones if left out; all others are what they are.
 
     Raises:
         ScheduleError: an unknown name, a number below 1, or chunks that the schedule does not have.
@@ -128,6 +140,8 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
     _check_count(name, "ranks", ranks)
     _check_count(name, "microbatches", microbatches)
     maker = _MAKERS[name]
+    if maker.by_costs:
+        return maker.make(ranks, microbatches, costs)
     return maker.make(ranks, microbatches, given) if maker.chunks is None else maker.make(ranks, microbatches)
 
 

@@ -44,10 +44,12 @@ class StagePP(Transform):
     costs: Mapping[str, float] | None = None
     memory: MemoryBound | None = None
     measured: Told | None = None
+    parts: Mapping[str, tuple[float, float, float]] | None = None
 
     def __call__(self, plan: Plan) -> Plan:
         schedule, placement, given = self._schedule(plan.mesh.pp)
-        plan = plan if self.costs is None else replace(plan, costs=_checked(self.costs, plan))
+        if self.costs is not None:
+            plan = replace(plan, costs=_checked(self.costs, plan), parts=self.parts or {})
         names = [layer.name for layer in plan.source.layers]
         if self._by_hand(plan):
             asked = f"{plan.mesh} has pp={plan.mesh.pp} with {len(placement)} stages under {schedule}"
@@ -151,7 +153,7 @@ def _check_takes(maker: Maker, name: str, *given: int) -> None:
 
 
 def stage_pp(
-    schedule: str | PathLike[str] | Schedule | Maker = "1f1b",
+    schedule: str | PathLike[str] | Schedule | Maker | None = None,
     microbatches: int = 1,
     split: Split | None = None,
     chunks: int | None = None,
@@ -161,10 +163,12 @@ def stage_pp(
     """Cut the list of layers into pipeline stages.
 
     Args:
-        schedule: a name (``afab``, ``1f1b``, ``interleaved``, ``zb-h1``, ``zbv``, ... and what nanotron and torch call them),
-            or one of your own: a path to a CSV file as torch's pipelining writes them, an ``fp.pipeline.Schedule``, or a
-            function of (ranks, microbatches) that returns one or its rows. It is proved before it runs. On a mesh with pp=1 a
-            schedule of your own that is for more ranks is replaced by plain accumulation.
+        schedule: a name (``afab``, ``1f1b``, ``interleaved``, ``zb-h1``, ``zbv``, ... and what nanotron and torch call them).
+            ``zb-1p`` and ``zb-2p`` are made for the costs of the stages: the first has the memory of 1F1B, the second keeps up
+            to ``2 pp - 1`` microbatches alive where that is faster. It is the default, or ``zb-1p`` if there is a bound of
+            memory. Or one of your own: a path to a CSV file as torch's pipelining writes them, an ``fp.pipeline.Schedule``,
+            or a function of (ranks, microbatches) that returns one or its rows. It is proved before it runs. On a mesh with
+            pp=1 a schedule of your own that is for more ranks is replaced by plain accumulation.
         microbatches: how many pieces each replica's share of the batch is cut into; any number of at least 1, also fewer
             than there are stages. With one stage this is gradient accumulation.
         split: the layers of each stage, embedding and head included: their number (``[3, 2]``), or their names as ``explain``
@@ -186,6 +190,7 @@ def stage_pp(
             of memory where nothing says the shapes of a microbatch.
         ScheduleError: an unknown schedule, chunks that it does not have, or one of your own that cannot run.
     """
+    schedule = ("zb-2p" if memory is None else "zb-1p") if schedule is None else schedule
     if isinstance(schedule, PathLike) or (isinstance(schedule, str) and schedule.lower().endswith(".csv")):
         schedule = read_schedule(schedule)
     if isinstance(schedule, str):
@@ -204,8 +209,9 @@ def stage_pp(
         raise CompositionError(f"stage_pp(microbatches={microbatches!r}): it is an integer of at least 1.")
     split = None if split is None else check_form(split)
     measured = _measured(costs)
+    parts = costs.parts if isinstance(costs, LayerCosts) else None
     costs = costs.total if isinstance(costs, LayerCosts) else costs
-    return StagePP(schedule, microbatches, split, chunks, costs, _with_shapes(memory, measured), measured)
+    return StagePP(schedule, microbatches, split, chunks, costs, _with_shapes(memory, measured), measured, parts)
 
 
 def _measured(costs: LayerCosts | Mapping[str, float] | None) -> Told | None:

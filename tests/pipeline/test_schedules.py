@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_par import ScheduleError
+from functional_par.pipeline.costs import Costs
 from functional_par.pipeline.schedules import canonical, chunks_of, make_schedule, schedule_names
+from functional_par.pipeline.simulate import simulate
 
-NAMES = ("afab", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zbv", "interleaved-zb", "dualpipev")
+NAMES = ("afab", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-1p", "zb-2p", "zbv", "interleaved-zb", "dualpipev")
 CHUNKED = ("interleaved", "looped-bfs", "interleaved-zb")
 
 names, ranks, microbatches, chunks = st.sampled_from(NAMES), st.integers(1, 8), st.integers(1, 20), st.integers(1, 3)
@@ -39,6 +41,16 @@ def test_backwards_are_whole_unless_the_schedule_splits_them(p, m, v):
     kinds = {name: {action.kind for row in make(name, p, m, v).rows for action in row} for name in NAMES}
     assert {name for name in NAMES if kinds[name] == set("FB")} >= {"afab", "1f1b", "interleaved", "looped-bfs"}
     assert {name for name in NAMES if kinds[name] == set("FIW")} >= {"zb-h1", "zbv", "interleaved-zb"}
+
+
+@given(ranks, microbatches, st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=8, max_size=8))
+def test_schedules_by_costs_keep_their_bound_and_more_room_is_not_slower(p, m, parts):
+    costs = Costs(*(list(each) for each in zip(*parts[:p], strict=True)))
+    one, two = (make_schedule(name, p, m, costs=costs) for name in ("zb-1p", "zb-2p"))
+    times = [simulate(made, costs) for made in (one, two)]
+    assert max(times[0].live) <= p
+    assert max(times[1].live) <= max(1, 2 * p - 1)
+    assert times[1].makespan <= times[0].makespan * 1.0101
 
 
 def test_the_names_of_nanotron_and_torch_are_known_in_any_case():
@@ -94,7 +106,7 @@ def test_of_an_unknown_schedule_the_nearest_is_named(name, near):
 
 
 def test_chunks_are_those_of_the_schedule_or_any_number():
-    assert [chunks_of(name) for name in NAMES] == [1, 1, 2, 2, 1, 2, 2, 2]
+    assert [chunks_of(name) for name in NAMES] == [1, 1, 2, 2, 1, 1, 1, 2, 2, 2]
     assert [chunks_of("interleaved", 5), chunks_of("1f1b", 1), chunks_of("zbv", 2)] == [5, 1, 2]
     with pytest.raises(
         ScheduleError, match=r"schedule zbv: chunks=3, but it has 2 stages on each rank\. Leave chunks out"

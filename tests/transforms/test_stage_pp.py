@@ -179,7 +179,7 @@ def test_a_number_of_bytes_is_of_the_rows_and_the_dtype_that_were_measured():
         assert plan.told == Told(dict.fromkeys(BATCH, (64, 4)), torch.float64)
     for split in (None, [len(names) for names in free.stages]):
         with pytest.raises(
-            CompositionError, match=r"no split of 6 layers on 2 stages fits|the ranks at pp=0 with stage 0"
+            CompositionError, match=r"no split of 6 layers on 2 stages fits|the ranks at pp=[01] with stage [01]"
         ):
             fp.compose(fp.stage_pp(microbatches=4, costs=costs, memory=most[64] // 8, split=split))(model).plan(
                 Mesh(pp=2)
@@ -247,7 +247,7 @@ def test_a_stage_without_parameters_holds_nothing():
 def test_a_split_that_does_not_fit_is_refused_with_both_counts(split, pp):
     message = (
         f"stage_pp(split={split}): {len(split)} stages with {sum(split)} layers in all, but Mesh(pp={pp}) has pp={pp} with "
-        f"{pp} stages under 1f1b, and the model has 4 layers (embed, block0, block1, head)."
+        f"{pp} stages under zb-2p, and the model has 4 layers (embed, block0, block1, head)."
     )
     with pytest.raises(CompositionError, match=re.escape(message)):
         fp.compose(fp.stage_pp(split=split))(small_gpt()).plan(Mesh(pp=pp))
@@ -280,7 +280,7 @@ def test_an_unknown_schedule_is_refused_with_those_there_are(schedule):
         fp.stage_pp(schedule=schedule)
 
 
-@pytest.mark.parametrize("schedule", [None, 3, ["0F0"]])
+@pytest.mark.parametrize("schedule", [3, ["0F0"]])
 def test_a_schedule_is_a_name_a_file_a_schedule_or_a_function(schedule):
     message = f"stage_pp(schedule={schedule!r}): a name, a path to a CSV file, an fp.pipeline.Schedule, or a function"
     with pytest.raises(CompositionError, match=re.escape(message)):
