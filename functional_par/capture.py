@@ -24,6 +24,9 @@ class Accumulator(Protocol):
         """The contiguous memory of a leaf's gradient, to which the caller adds now; True if it holds nothing yet, and is to be
         overwritten."""
 
+    def done(self, paths: Sequence[str]) -> None:
+        """One layer has added all that one microbatch gives to these leaves."""
+
 
 class Pair(Protocol):
     """A weight gradient that is yet to be computed, kept as data."""
@@ -98,6 +101,16 @@ class Ready:
 
     def add_to(self, gradients: Accumulator) -> None:
         gradients.add({self.path: self.gradient})
+
+
+@dataclass(frozen=True, eq=False)
+class Complete:
+    """Marks the end of what one layer adds for one microbatch."""
+
+    paths: Sequence[str]
+
+    def add_to(self, gradients: Accumulator) -> None:
+        gradients.done(self.paths)
 
 
 class Leaf(NamedTuple):

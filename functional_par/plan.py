@@ -53,6 +53,7 @@ class Plan:
         mode, async_comm: how tensor-parallel layers communicate.
         active: the axes that some transform uses.
         data_axes: the axes along which the batch is split, in mesh order.
+        bucket_mb: MiB of gradients that are summed in one collective.
         remat: layer name to what is kept of its forward, "full" or "selective" as ``remat`` defines them; of all others
             everything is kept.
         maps: the user's own maps on gradients and updates, in the order of the transforms.
@@ -77,6 +78,7 @@ class Plan:
     async_comm: bool = False
     active: frozenset[str] = frozenset()
     data_axes: tuple[str, ...] = ()
+    bucket_mb: float = 48.0
     remat: Mapping[str, str] = field(default_factory=dict)
     maps: tuple[GradientMap, ...] = ()
     map_groups: frozenset[tuple[tuple[str, ...], tuple[int, ...]]] = frozenset()

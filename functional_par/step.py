@@ -13,6 +13,7 @@ from torch import Tensor
 
 from functional_par.agreement import check_plan
 from functional_par.batch import Share, share_of
+from functional_par.buckets import buckets, groups
 from functional_par.checks import check_options, check_state, check_threads
 from functional_par.comm.base import AllReduce, World
 from functional_par.errors import NonFiniteError
@@ -28,7 +29,7 @@ from functional_par.pipeline.runner import Losses, Runner
 from functional_par.pipeline.whole import check_whole
 from functional_par.plan import Plan
 from functional_par.random import Key
-from functional_par.reduce import Gradients, buckets, groups
+from functional_par.reduce import Gradients
 from functional_par.restore import restore
 from functional_par.run_par import RunPar, step_key
 from functional_par.shards import gather_leaf
@@ -44,7 +45,7 @@ class Step:
     1. The loss terms of the whole batch are counted; the loss is scaled by the count before backward, so gradients are
        plain sums however the batch is cut.
     2. The schedule runs; gradients accumulate in float32 or better, in the order of the microbatches.
-    3. Debts are paid: one collective a bucket.
+    3. Debts are paid: one collective a bucket, which starts as soon as the last gradient has been added to it.
     4. One sum over the world gives loss and gradient norm, the same on every rank. It also orders this step's reads of
        shared buffers before the writes that follow.
     5. Gradients are clipped and the optimizer moves the parameters.
@@ -128,7 +129,7 @@ class Step:
         with self.world.record.during("gradients"):
             apply_maps(self.plan, "local", self.world, moment, grads.leaves)
             grads.pay(self.world)
-            reduced = grads.views(self.plan)
+            reduced = grads.views()
             apply_maps(self.plan, "reduced", self.world, moment, reduced)
         with self.world.record.during("metrics"):
             totals = self.totals.over_world(self.world, losses, reduced, self._fingerprint(state, share))
@@ -237,7 +238,7 @@ class Step:
     ) -> tuple[Gradients, Losses]:
         grads = self._buffers()
         losses = self.runner.train(params, share, replace(self.par, key=key), grads, 1.0 / max(count, 1), recording)
-        grads.complete(self.plan, self.world.coords)
+        grads.complete(self.world.coords)
         return grads, losses
 
     def _buffers(self) -> Gradients:
@@ -245,7 +246,9 @@ class Step:
         grads = self._kept
         if grads is None:
             accumulate = torch.promote_types(self.dtype, torch.float32)
-            grads = Gradients(self.plan, self.buckets, accumulate, self.world.device, self.runner.buffers.poison)
+            early = not any(each.phase == "local" for each in self.plan.maps)  # such maps need all gradients, unsummed
+            world, poison = self.world, self.runner.buffers.poison
+            grads = Gradients(self.plan, self.buckets, accumulate, world.device, poison, world if early else None)
             self._kept = grads if self.donate else None
         grads.begin()
         return grads

@@ -9,7 +9,7 @@ import pytest
 
 import functional_par as fp
 from functional_par import Mesh
-from functional_par.reduce import buckets
+from functional_par.buckets import buckets
 
 from .oracle import token_batch, train_on
 from .toys import VOCAB, odd, small_gpt, small_llama

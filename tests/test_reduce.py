@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import functools
-from itertools import combinations
+import math
+from itertools import combinations, pairwise
 
 import pytest
 import torch
 
 import functional_par as fp
 from functional_par import Mesh
+from functional_par import step as step_module
+from functional_par.buckets import ALIGNMENT, buckets, groups
 from functional_par.comm.solo import Done
-from functional_par.reduce import ALIGNMENT, Gradients, buckets, groups
+from functional_par.reduce import Gradients
 
+from .oracle import same_bits, token_batch, train_on
 from .toys import odd, small_gpt, small_llama
 
 TIE = fp.tie("head.weight", "embed.weight")
 
+SMALL = 1e-3  # MiB: a few leaves in each bucket
+
 PROGRAMS = {
     "gpt": lambda: fp.compose(TIE, fp.shard_tp("REDUCE_SCATTER"), fp.stage_pp(), fp.dp_reduce())(small_gpt()),
+    "cut": lambda: fp.compose(TIE, fp.shard_tp("REDUCE_SCATTER"), fp.stage_pp(), fp.dp_reduce(SMALL))(small_gpt()),
     "llama": lambda: fp.compose(fp.shard_tp("ALL_REDUCE"), fp.stage_pp(), fp.dp_reduce())(small_llama()),
     "odd": lambda: fp.compose(fp.shard_tp(), fp.stage_pp(), fp.dp_reduce())(odd(trainable_scale=False)),
 }
@@ -48,29 +55,30 @@ def test_the_buckets_of_a_rank_hold_each_of_its_trainable_leaves_once(plan):
         held = [path for bucket in buckets(plan, rank) for path in bucket.paths]
         assert sorted(held) == sorted(path for path in plan.held(coords.pp) if plan.specs[path].trainable)
         for bucket in buckets(plan, rank):
-            assert list(bucket.paths) == sorted(bucket.paths)
             assert rank in bucket.ranks
 
 
 @every_plan
-def test_every_rank_of_a_bucket_has_the_same_bucket(plan):
+def test_the_leaves_of_the_last_layers_come_first_and_no_bucket_is_larger_than_it_may_be(plan):
     plan = plan_of(*plan)
     for rank in range(plan.mesh.size):
-        for bucket in buckets(plan, rank):
-            for other in bucket.ranks:
-                (same,) = [b for b in buckets(plan, other) if b.ranks == bucket.ranks]
-                assert same == bucket
-                assert same.label == bucket.label
-                assert same.elements(plan) == bucket.elements(plan)
+        for ranks in {bucket.ranks for bucket in buckets(plan, rank)}:
+            mine = [bucket for bucket in buckets(plan, rank) if bucket.ranks == ranks]
+            first = [min(plan.readers[path]) for bucket in mine for path in bucket.paths]
+            assert first == sorted(first, reverse=True)
+            for bucket, after in pairwise(mine):
+                with_next = 4 * (bucket.elements + -(-math.prod(after.shapes[0]) // ALIGNMENT) * ALIGNMENT)
+                assert with_next > plan.bucket_mb * 2**20
+            assert all(len(b.paths) == 1 or 4 * b.elements <= plan.bucket_mb * 2**20 for b in mine)
 
 
 @every_plan
-def test_any_two_ranks_meet_in_their_common_buckets_in_one_order(plan):
+def test_any_two_ranks_have_the_same_common_buckets_in_one_order(plan):
     plan = plan_of(*plan)
     for a, b in combinations(range(plan.mesh.size), 2):
-        mine, theirs = ([bucket.ranks for bucket in buckets(plan, rank)] for rank in (a, b))
-        common = set(mine) & set(theirs)
-        assert [ranks for ranks in mine if ranks in common] == [ranks for ranks in theirs if ranks in common]
+        mine, theirs = ([x for x in buckets(plan, rank) if {a, b} <= set(x.ranks)] for rank in (a, b))
+        assert mine == theirs
+        assert [x.label for x in mine] == [x.label for x in theirs]
 
 
 @every_plan
@@ -123,9 +131,9 @@ def gradients(dtype=torch.float32):
 def test_gradients_are_views_of_one_buffer_a_bucket_at_aligned_places():
     plan, grads = gradients()
     assert len(grads.flat) == len(buckets(plan, 0)) == 3
-    views = grads.views(plan)
+    views = grads.views()
     for bucket, flat in zip(grads.buckets, grads.flat, strict=True):
-        assert flat.numel() == bucket.elements(plan)
+        assert flat.numel() == bucket.elements
         start = 0
         for path in bucket.paths:
             view = views[path]
@@ -162,7 +170,8 @@ class Twice:
 
 
 def test_paying_is_one_collective_a_bucket_and_none_where_nothing_is_owed():
-    for name, mesh, n in [("gpt", Mesh(pp=2, dp=3, tp=2), 3), ("llama", Mesh(tp=4), 1), ("gpt", Mesh(), 0)]:
+    cases = [("gpt", Mesh(pp=2, dp=3, tp=2), 3), ("cut", Mesh(dp=2), 6), ("llama", Mesh(tp=4), 1), ("gpt", Mesh(), 0)]
+    for name, mesh, n in cases:
         plan = plan_of(name, mesh)
         grads, world = Gradients(plan, buckets(plan, 0), torch.float32, torch.device("cpu")), Twice()
         grads.add({path: torch.ones_like(leaf) for path, leaf in grads.leaves.items()})
@@ -171,4 +180,48 @@ def test_paying_is_one_collective_a_bucket_and_none_where_nothing_is_owed():
         assert world.calls == [(b.ranks, b.label) for b in buckets(plan, 0) if len(b.ranks) > 1]
         for bucket in buckets(plan, 0):
             for path in bucket.paths:
-                assert (grads.views(plan)[path] == len(bucket.ranks)).all()
+                assert (grads.views()[path] == len(bucket.ranks)).all()
+
+
+def test_a_sum_starts_as_soon_as_a_bucket_is_full_and_at_the_end_where_it_spans_stages(monkeypatch):
+    """On two stages with two chunks each, and with weight gradients that come later."""
+    seen = []
+    start = Gradients._start
+
+    def noted(self, i, world):
+        if world.rank in (0, 2):  # one rank of each stage
+            seen.append((world.rank, self.buckets[i].label, str(world.record.doing)))
+        start(self, i, world)
+
+    monkeypatch.setattr(Gradients, "_start", noted)
+    parts = TIE, fp.stage_pp("interleaved-zb", 2), fp.dp_reduce(SMALL)
+    train_on(fp.compose(*parts)(small_gpt()), Mesh(pp=2, dp=2), [token_batch(13, 8, 4)])
+    for rank, last in ((0, 2), (2, 3)):
+        labels, doing = zip(*[(label, doing) for at, label, doing in seen if at == rank], strict=True)
+        assert labels.count("pp+dp") == 1
+        assert [when for label, when in zip(labels, doing, strict=True) if label == "pp+dp"] == [""]
+        early = [when for label, when in zip(labels, doing, strict=True) if label == "dp"]
+        assert len(early) >= 3
+        assert early[0] == f"weight-backward of microbatch 1 on stage {last}"
+        assert "" not in early
+
+
+class Late(Gradients):
+    """Sums that all start at the end."""
+
+    def done(self, paths):
+        pass
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=3, tp=2), Mesh(pp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("engine", ["func", "tape"])
+def test_overlapped_sums_have_the_bits_of_late_ones_and_of_one_bucket(mesh, engine, monkeypatch):
+    runs = []
+    for late, size in [(False, SMALL), (True, SMALL), (False, 48.0)]:
+        with monkeypatch.context() as patch:
+            patch.setattr(step_module, "Gradients", Late if late else Gradients)
+            parts = TIE, fp.shard_tp("REDUCE_SCATTER"), fp.stage_pp(microbatches=2), fp.dp_reduce(size)
+            batches = [token_batch(13, 12, 4, seed) for seed in (0, 1)]
+            runs.append(train_on(fp.compose(*parts)(small_gpt()), mesh, batches, engine=engine, donate=True).run)
+    for run in runs[1:]:
+        same_bits(run, runs[0])

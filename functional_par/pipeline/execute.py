@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from functional_par.capture import Accumulator, Pair
+from functional_par.capture import Accumulator, Complete, Pair
 from functional_par.comm.base import Handle, World
 from functional_par.errors import ScheduleError
 from functional_par.pipeline.back import Back
@@ -118,8 +118,10 @@ class Executor:
         chunk, live = self.part.chunks[stage], self.live[stage, microbatch]
         cotangents = self._cotangents(stage, chunk, taken, live)
         whole = task.action.kind == "B"
-        while live.backs:
+        for call in reversed(chunk.calls):
             cotangents = live.backs.pop()(cotangents, gradients, None if whole else live.later)
+            complete = Complete(call.trainable)
+            complete.add_to(gradients) if whole else live.later.append(complete)
         where = [place for place, grad in enumerate(chunk.before.differentiable) if grad]
         by_place = dict(zip(where, cotangents, strict=True))
         for message in task.sends:

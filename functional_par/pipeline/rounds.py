@@ -41,6 +41,9 @@ class Sink:
         """The memory of a leaf's gradient."""
         return self.leaves[path], False
 
+    def done(self, paths: Sequence[str]) -> None:
+        """Nothing waits for the end of a layer."""
+
 
 @dataclass(frozen=True)
 class Rounds:

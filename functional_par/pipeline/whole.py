@@ -7,7 +7,7 @@ from math import prod
 
 from functional_par.errors import CompositionError
 from functional_par.plan import Plan
-from functional_par.reduce import buckets
+from functional_par.buckets import buckets
 
 
 def check_whole(plan: Plan) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from functional_par.pipeline.told import Told, check_shapes, shapes_of
 from functional_par.plan import Plan
-from functional_par.reduce import Bucket, buckets
+from functional_par.buckets import Bucket, buckets
 from functional_par.report.memory import held_by
 from functional_par.report.stages import stages
 from functional_par.report.text import braces, ranges, size, table
@@ -136,5 +136,5 @@ def _buckets(plan: Plan) -> str:
     rows = [("gradient bucket", "leaves", "bytes", "one all_reduce a step in each group of ranks")]
     for (label, paths), group in merged.items():
         sets = "  ".join("{" + ranges(bucket.ranks) + "}" for bucket in group[:8]) + ("  ..." if len(group) > 8 else "")
-        rows.append((label, str(len(paths)), size(group[0].elements(plan) * BYTES), sets))
+        rows.append((label, str(len(paths)), size(group[0].elements * BYTES), sets))
     return table(rows)

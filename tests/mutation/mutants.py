@@ -332,8 +332,8 @@ MUTANTS = (
     Mutant(
         "gradients averaged over the ranks instead of summed",
         "reduce.py",
-        "                self.flat[i] = next(summed)",
-        "                self.flat[i] = next(summed) / len(bucket.ranks)",
+        "[self._started[i].wait() for i in",
+        "[self._started[i].wait() / len(self.buckets[i].ranks) for i in",
         STEPS,
     ),
     Mutant(
@@ -369,6 +369,34 @@ MUTANTS = (
         "reduce.py",
         "        self._unwritten = set(self.leaves)\n",
         '        self._unwritten = set() if hasattr(self, "_unwritten") else set(self.leaves)\n',
+        STEPS,
+    ),
+    Mutant(
+        "a bucket is summed before the last layer has added to it",
+        "buckets.py",
+        "found.get(path, 0) + plan.microbatches",
+        "plan.microbatches",
+        ("tests/test_reduce.py",),
+    ),
+    Mutant(
+        "the sum of a leaf that is tied over stages starts while another stage may wait for a message",
+        "reduce.py",
+        ' and "pp" not in self.buckets[i].axes',
+        "",
+        ("tests/test_reduce.py",),
+    ),
+    Mutant(
+        "gradients are summed before the user's map on local gradients",
+        "step.py",
+        "world if early else None",
+        "world",
+        MAPS,
+    ),
+    Mutant(
+        "a bucket that starts early keeps what flowed into the padding",
+        "reduce.py",
+        "                    self._close(i, self.world.coords)\n",
+        "",
         STEPS,
     ),
     Mutant(

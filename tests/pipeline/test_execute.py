@@ -34,11 +34,14 @@ def execute(mesh, schedule, split):
     params = flatten(program.model.init(0, torch.float64))
 
     def main(world):
-        seen, recording = [], Recording()
+        seen, ended, recording = [], [], Recording()
 
         class Gradients:
             def add(self, grads):
                 seen.append({path: grad.clone() for path, grad in grads.items()})
+
+            def done(self, paths):
+                ended.append(tuple(paths))
 
         executor = Executor(
             make_part(plan, world, MICRO, torch.float64),
@@ -53,6 +56,7 @@ def execute(mesh, schedule, split):
         )
         losses = executor.run()
         assert executor.live == {}
+        assert ended == [tuple(grads) for grads in seen]
         return seen, losses, recording.peak
 
     return params, fp.run(main, mesh, timeout=30.0)

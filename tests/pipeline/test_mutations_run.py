@@ -10,13 +10,14 @@ import torch
 
 import functional_par as fp
 from functional_par import Mesh, ScheduleError
+from functional_par.buckets import buckets
 from functional_par.pipeline import greedy, verify
 from functional_par.pipeline.buffers import Buffers
 from functional_par.pipeline.execute import Executor
 from functional_par.pipeline.messages import tasks
 from functional_par.pipeline.part import make_part
 from functional_par.pipeline.routes import routes
-from functional_par.reduce import Gradients, buckets
+from functional_par.reduce import Gradients
 from functional_par.run_par import RunPar
 from functional_par.tree import flatten
 from functional_par.vjp import engine
@@ -71,7 +72,7 @@ def runs_right(schedule, stages, microbatches):
             grads,
         )
         losses = executor.run()
-        grads.complete(plan, world.coords)
+        grads.complete(world.coords)
         return grads.leaves, bool(executor.live or executor._posted or executor._held), len(losses)
 
     try:

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 import functional_par as fp
-from functional_par.reduce import buckets
+from functional_par.buckets import buckets
 
 from .layouts import EMBED
 from .single import Batch
@@ -64,7 +64,7 @@ def step(plan: fp.Plan, rank: int, batch: Batch, norm: float) -> tuple[Counter[A
         add("count", "ep+dp", "all_reduce", 1, 8)
     for bucket in buckets(plan, rank):
         if len(bucket.ranks) > 1:
-            add("gradients", bucket.label, "all_reduce", 1, 8 * bucket.elements(plan))
+            add("gradients", bucket.label, "all_reduce", 1, 8 * bucket.elements)
     if mesh.size > 1:
         calls["metrics", "ep+pp+dp+cp+tp", "all_reduce"] += 2 if math.isinf(norm) else 1
     return calls, nbytes

@@ -18,9 +18,10 @@ from torch import Tensor
 
 import functional_par as fp
 from functional_par import Input, Mesh, Model, Param, tree
+from functional_par.buckets import buckets, groups
 from functional_par.metrics import Totals
 from functional_par.plan import Plan
-from functional_par.reduce import Gradients, buckets, groups
+from functional_par.reduce import Gradients
 from functional_par.shards import gather_leaf
 
 from .examples import few
@@ -144,9 +145,9 @@ def transpose(plan: Plan, world: fp.World, drawn: Drawn) -> Any:
                 whole = cotangent(plan, world.rank, path, drawn.seed)
                 grads.add({path: 0.25 * whole + fill})
                 grads.add({path: 0.75 * whole})
-        grads.complete(plan, world.coords)
+        grads.complete(world.coords)
     grads.pay(world)
-    views = grads.views(plan)
+    views = grads.views()
     norms = [Totals(plan, world.rank, n).over_world(world, [], views).norm for n in NORMS]
     whole = {path: gather_leaf(plan, world, path, views.get(path), torch.float64) for path in plan.specs}
     return views, norms, whole

@@ -6,8 +6,8 @@ from math import prod
 import pytest
 
 import functional_par as fp
+from functional_par.buckets import buckets
 from functional_par.plan import Plan
-from functional_par.reduce import buckets
 from functional_par.report.text import braces, collapse, ranges, size
 
 MESHES = [fp.Mesh(), fp.Mesh(dp=2), fp.Mesh(tp=2), fp.Mesh(pp=2), fp.Mesh(dp=2, pp=2, tp=2)]
@@ -71,7 +71,7 @@ def test_every_group_that_reduces_is_listed_with_its_bytes() -> None:
     for rank in range(mesh.size):
         for bucket in buckets(plan, rank):
             assert "{" + ranges(bucket.ranks) + "}" in table
-            assert size(4 * bucket.elements(plan)) in table
+            assert size(4 * bucket.elements) in table
 
 
 def test_each_reason_is_a_numbered_line_of_source() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import functional_par as fp
 from functional_par import Mesh
 
@@ -28,3 +30,9 @@ def test_without_it_there_is_one_replica():
     plan = fp.compose(fp.shard_tp())(small_gpt()).plan(Mesh(tp=2))
     assert (plan.data_axes, plan.replicas) == ((), 1)
     assert all(debt.axis != "dp" for spec in plan.specs.values() for debt in spec.owes)
+
+
+@pytest.mark.parametrize("size", [0, -1.0, True, "48", float("nan")])
+def test_a_bucket_has_a_positive_size(size):
+    with pytest.raises(fp.CompositionError, match=r"a bucket holds a positive number of MiB, such as 48\."):
+        fp.dp_reduce(bucket_mb=size)
