@@ -196,14 +196,15 @@ def test_a_sum_starts_as_soon_as_a_bucket_is_full_and_at_the_end_where_it_spans_
     monkeypatch.setattr(Gradients, "_start", noted)
     parts = TIE, fp.stage_pp("interleaved-zb", 2), fp.dp_reduce(SMALL)
     train_on(fp.compose(*parts)(small_gpt()), Mesh(pp=2, dp=2), [token_batch(13, 8, 4)])
-    for rank, last in ((0, 2), (2, 3)):
+    for rank in (0, 2):
         labels, doing = zip(*[(label, doing) for at, label, doing in seen if at == rank], strict=True)
         assert labels.count("pp+dp") == 1
         assert [when for label, when in zip(labels, doing, strict=True) if label == "pp+dp"] == [""]
         early = [when for label, when in zip(labels, doing, strict=True) if label == "dp"]
         assert len(early) >= 3
-        assert early[0] == f"weight-backward of microbatch 1 on stage {last}"
-        assert "" not in early
+        assert all(when.startswith("weight-backward of microbatch 1 on stage") for when in early)
+        if rank == 0:
+            assert early[0] != early[-1]  # there one bucket ends with the second chunk of layers, one with the first
 
 
 class Late(Gradients):
