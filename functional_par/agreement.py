@@ -82,4 +82,5 @@ def _parts(plan: Plan, dtype: torch.dtype) -> Mapping[str, str]:
         "the modes": f"{plan.mode.value}, async_comm={plan.async_comm}, data over {plan.data_axes}, "
         f"buckets of {plan.bucket_mb:g} MiB, {dtype}",
         "the maps on gradients": maps,
+        "what is computed again (remat)": str(dict(plan.remat)),
     }

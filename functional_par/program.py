@@ -153,4 +153,4 @@ def compose(*transforms: Transform) -> Callable[[Model], Program]:
 
 
 def _name(kind: type) -> str:
-    return {"ShardTP": "shard_tp", "StagePP": "stage_pp", "DPReduce": "dp_reduce"}.get(kind.__name__, kind.__name__)
+    return {"ShardTP": "shard_tp", "StagePP": "stage_pp", "DPReduce": "dp_reduce", "Remat": "remat"}.get(kind.__name__, kind.__name__)

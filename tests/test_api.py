@@ -51,6 +51,7 @@ PUBLIC = [
     "on_updates",
     "optim",
     "pipeline",
+    "remat",
     "reparam",
     "run",
     "shard",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from functional_par.capture import Accumulator, Capture, Pair, Ready
 from functional_par.errors import ModelError
+from functional_par.pipeline.products import Products
 from functional_par.vjp import Pull
 
 
@@ -83,3 +85,31 @@ class Back:
             later += [Ready(path, found.pop(path)) for path in waiting]
         gradients.add(found)
         return list(result[n : n + self.inputs])
+
+
+@dataclass(frozen=True, eq=False)
+class Again:
+    """The backward of a call whose layer runs again first. It runs once, and is called as a ``Back`` is.
+
+    Attributes:
+        inputs: what is kept of the call.
+        run: the layer on these inputs, to its outputs and the backward of that run.
+        products: results of the first run that the second one takes over; None computes all again.
+    """
+
+    inputs: tuple[Tensor, ...]
+    run: Callable[[Sequence[Tensor]], tuple[list[Tensor], Back]]
+    products: Products | None
+
+    def __call__(self, cotangents: Sequence[Tensor], gradients: Accumulator, later: list[Pair] | None) -> list[Tensor]:
+        with nullcontext() if self.products is None else self.products.replaying():
+            back = self.run(self.inputs)[1]
+        return back(cotangents, gradients, later)
+
+    def held(self) -> Iterator[Tensor]:
+        """What it keeps alive."""
+        yield from self.inputs
+        yield from () if self.products is None else (product.result for product in self.products.kept)
+
+
+Backward = Back | Again

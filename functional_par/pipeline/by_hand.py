@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -82,16 +82,25 @@ def _expand(words: Sequence[str], places: Mapping[str, int], stage: int) -> Iter
     if not words:
         raise CompositionError(f"stage_pp(split=...): stage {stage} has no layer; a stage has at least one.")
     for word in words:
-        if word in places:
-            yield word
-        elif match := re.fullmatch(r"(.*?)(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(\D*)", word):
-            before, numbers, after = match.groups()
-            for part in numbers.split(","):
-                first, _, last = part.partition("-")
-                for number in range(int(first), int(last or first) + 1):
-                    yield _known(f"{before}{number}{after}", places, stage)
-        else:
-            yield _known(word, places, stage)
+        for name in written_out(word, places):
+            yield _known(name, places, stage)
+
+
+def written_out(word: str, known: Container[str]) -> Iterator[str]:
+    """The names that a word stands for: itself if it is known, else the numbers of its range one by one.
+
+    >>> list(written_out("block0-1,3", ["embed", "block0"]))
+    ['block0', 'block1', 'block3']
+    """
+    match = None if word in known else re.fullmatch(r"(.*?)(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(\D*)", word)
+    if match is None:
+        yield word
+        return
+    before, numbers, after = match.groups()
+    for part in numbers.split(","):
+        first, _, last = part.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield f"{before}{number}{after}"
 
 
 def _known(name: str, places: Mapping[str, int], stage: int) -> str:

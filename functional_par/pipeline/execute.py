@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from functional_par.capture import Accumulator, Complete, Pair
 from functional_par.comm.base import Handle, World
 from functional_par.errors import ScheduleError
-from functional_par.pipeline.back import Back
+from functional_par.pipeline.back import Backward
 from functional_par.pipeline.buffers import Buffers
 from functional_par.pipeline.messages import Message, Task
 from functional_par.pipeline.part import Carried, Chunk, Part
@@ -36,7 +36,7 @@ class Live:
         buffers: received memory to give back at the end.
     """
 
-    backs: list[Back] = field(default_factory=list)
+    backs: list[Backward] = field(default_factory=list)
     later: list[Pair] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
 

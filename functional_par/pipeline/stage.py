@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,12 +16,13 @@ from torch.utils import _pytree as pytree
 from functional_par.capture import Capture
 from functional_par.errors import ModelError
 from functional_par.model import LOSS, Layer
-from functional_par.pipeline.back import Back, Uses
+from functional_par.pipeline.back import Again, Back, Backward, Uses
+from functional_par.pipeline.products import NONE, SELECTIVE, Products
 from functional_par.pipeline.routes import routes
 from functional_par.plan import Plan
 from functional_par.run_par import RunPar
 from functional_par.trace import Abstract, Trace
-from functional_par.vjp import Engine, Pull
+from functional_par.vjp import Engine, Pull, undifferentiated
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Call:
         trainable, frozen: its leaves.
         before, after: what goes in and comes out.
         shared: the leaves that other layers read too.
+        policy: what is kept of its forward, see ``functional_par.transforms.remat``.
         uses: what is known of how it uses its leaves.
     """
 
@@ -59,12 +62,25 @@ class Call:
     before: Edge
     after: Edge
     shared: frozenset[str] = frozenset()
+    policy: str = NONE
     uses: Uses = field(default_factory=Uses, compare=False)
 
     def forward(
-        self, engine: Engine, leaves: Mapping[str, Tensor], x: list[Tensor], par: RunPar
-    ) -> tuple[list[Tensor], Back]:
+        self, engine: Engine, leaves: Mapping[str, Tensor], x: Sequence[Tensor], par: RunPar
+    ) -> tuple[list[Tensor], Backward]:
         """Run the layer on the flat leaves of its input; returns those of its output, and its backward."""
+        again = self.policy != NONE and engine is not undifferentiated and any(self.after.differentiable)
+        if not again:
+            return self._run(engine, leaves, par, x)
+        products = Products(self.layer.name) if self.policy == SELECTIVE else None
+        # By the same engine as the second run, so that torch chooses the same kernels in both.
+        with nullcontext() if products is None else products.recording():
+            outputs, _ = self._run(engine, leaves, par, x)
+        return outputs, Again(tuple(x), partial(self._run, engine, leaves, par), products)
+
+    def _run(
+        self, engine: Engine, leaves: Mapping[str, Tensor], par: RunPar, x: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Back]:
         capture, hidden = Capture({path: leaves[path] for path in self.trainable}), self.uses.hidden
         names = () if hidden is None else tuple(path for path in self.trainable if path not in hidden)
         n, kept = len(names), {path: leaves[path] for path in self.layer.paths}
@@ -132,7 +148,8 @@ def stage_calls(plan: Plan, traced: Trace, stage: int) -> tuple[Call, ...]:
             trainable = tuple(path for path in layer.paths if plan.specs[path].trainable)
             frozen = tuple(path for path in layer.paths if not plan.specs[path].trainable)
             shared = frozenset(path for path in trainable if readers[path] > 1)
-            calls.append(Call(layer, trainable, frozen, before.without(idle), after.without(through), shared))
+            edges = before.without(idle), after.without(through)
+            calls.append(Call(layer, trainable, frozen, *edges, shared, plan.remat.get(layer.name, NONE)))
             idle = through
         before = after
     return tuple(calls)

@@ -3,6 +3,7 @@
 from functional_par.transforms.base import Transform
 from functional_par.transforms.dp_reduce import DPReduce, dp_reduce
 from functional_par.transforms.own import OwnMap, on_local_gradients, on_reduced_gradients, on_updates
+from functional_par.transforms.remat import Remat, remat
 from functional_par.transforms.reparam import Reparam, reparam
 from functional_par.transforms.shard_tp import ShardTP, shard_tp
 from functional_par.transforms.stage_pp import StagePP, stage_pp
@@ -11,6 +12,7 @@ from functional_par.transforms.tie import Tie, tie
 __all__ = [
     "DPReduce",
     "OwnMap",
+    "Remat",
     "Reparam",
     "ShardTP",
     "StagePP",
@@ -20,6 +22,7 @@ __all__ = [
     "on_local_gradients",
     "on_reduced_gradients",
     "on_updates",
+    "remat",
     "reparam",
     "shard_tp",
     "stage_pp",
