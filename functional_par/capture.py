@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from functional_par.kernel import Kernel
+
 
 class Accumulator(Protocol):
     """Where the gradients of a step add up."""
@@ -213,7 +215,7 @@ class _Watched:
     found: dict[str, Tensor]
 
 
-class _Leaves(torch.autograd.Function):
+class _Leaves(Kernel):
     """Constants, recorded for the sake of the token."""
 
     @staticmethod

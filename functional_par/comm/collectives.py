@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from functional_par.comm import linear_maps
 from functional_par.comm.base import AllReduce, Group
 from functional_par.comm.linear_maps import LinearMap
 from functional_par.errors import ModelError
+from functional_par.kernel import Kernel
 
 
 def psum(x: Tensor, group: Group) -> Tensor:
@@ -122,7 +122,7 @@ def _chunked(name: str, x: Tensor, group: Group, dim: int) -> int:
     return dim
 
 
-class _Linear(torch.autograd.Function):
+class _Linear(Kernel):
     """Applies a map; both derivatives apply one again, so every order of differentiation is covered."""
 
     @staticmethod
@@ -150,7 +150,7 @@ def _apply(x: Tensor, linear: LinearMap) -> Tensor:
     return _Linear.apply(x, linear)
 
 
-class _Max(torch.autograd.Function):
+class _Max(Kernel):
     """The maximum over the ranks, whose derivative is declared to be nothing."""
 
     @staticmethod

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from functional_par.capture import Capture, Leaf, Product, Rows, Total
 from functional_par.comm.base import AllGather, Group
+from functional_par.kernel import Kernel
 from functional_par.nn.stream import start_reduction
 from functional_par.par import Par
 
@@ -108,7 +109,7 @@ def input_gradient(rows: Sequence[Tensor | None], weights: Sequence[Tensor], lik
     return torch.zeros_like(like) if total is None else total.view(like.shape)
 
 
-class _CapturedLinear(torch.autograd.Function):
+class _CapturedLinear(Kernel):
     """With a layout, the sum of the input gradient travels while weight gradients are computed, if they are computed now."""
 
     @staticmethod
@@ -159,7 +160,7 @@ def _give(kept: _Linear, whole: Tensor, rows: Sequence[Tensor | None]) -> None:
             kept.capture.give(Total(b.path, ct.detach()))
 
 
-class _CapturedRows(torch.autograd.Function):
+class _CapturedRows(Kernel):
     @staticmethod
     def forward(ids: Tensor, token: Tensor, table: Leaf, capture: Capture) -> Tensor:
         return F.embedding(ids, table.raw)

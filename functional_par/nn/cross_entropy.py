@@ -11,6 +11,7 @@ from torch import Tensor
 from functional_par.comm import collectives
 from functional_par.comm.base import AllReduce, Group
 from functional_par.errors import ModelError
+from functional_par.kernel import Kernel
 from functional_par.nn.embedding import check_range, check_vocab
 from functional_par.nn.norm import wide_dtype
 from functional_par.par import Par
@@ -88,7 +89,7 @@ def _fast(logits: Tensor, labels: Tensor, par: Par, vocab: int, ignore_index: in
     return _CrossEntropy.apply(logits, labels, _Split(par.group("tp"), vocab, ignore_index))[0]
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Kernel):
     """Returns the loss and what backward needs: exponentials, their scale (of which the product is the softmax), and
     the local target column or -1. These are outputs like any other, so that derivatives of every order are right."""
 

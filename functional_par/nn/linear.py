@@ -14,6 +14,7 @@ from torch import Tensor
 
 from functional_par.comm.base import AllGather
 from functional_par.errors import ModelError
+from functional_par.kernel import Kernel
 from functional_par.nn.captured import Layout, captured_linear, cotangent_rows, input_gradient, project
 from functional_par.nn.stream import start_reduction, to_stream, whole_sequence
 from functional_par.par import Par
@@ -143,7 +144,7 @@ class _Several:
     n: int
 
 
-class _Column(torch.autograd.Function):
+class _Column(Kernel):
     """Column linear whose input gradient travels while the weight gradients are computed.
 
     The gathered input is an output too: the weight gradients then depend on it as on any value, so that derivatives

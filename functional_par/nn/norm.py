@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from functional_par.kernel import Kernel
 from functional_par.par import Par
 
 
@@ -63,7 +64,7 @@ def _rms_fast(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RmsNorm.apply(x, weight, eps)[0]
 
 
-class _RmsNorm(torch.autograd.Function):
+class _RmsNorm(Kernel):
     """Keeps the input and one number a row. Returns the output and that number."""
 
     @staticmethod

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from functional_par.errors import ModelError
+from functional_par.kernel import Kernel
 from functional_par.nn.norm import wide_dtype
 from functional_par.par import Par
 
@@ -57,7 +58,7 @@ def _fast(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _Turn.apply(x, cos, sin)
 
 
-class _Turn(torch.autograd.Function):
+class _Turn(Kernel):
     """A rotation; its transpose is the rotation back."""
 
     @staticmethod

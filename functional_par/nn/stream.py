@@ -14,6 +14,7 @@ from functional_par.comm import collectives
 from functional_par.comm.base import AllGather, AllReduce, Group, Handle, ReduceScatter
 from functional_par.comm.solo import Done
 from functional_par.errors import ModelError
+from functional_par.kernel import Kernel
 from functional_par.par import Par
 
 
@@ -82,7 +83,7 @@ def _to_stream_fast(partial: Tensor, par: Par, seq_dim: int) -> Tensor:
     return _ToStream.apply(partial, par.group("tp"), seq_dim if par.sequence_split else None)
 
 
-class _ToStream(torch.autograd.Function):
+class _ToStream(Kernel):
     """``psum`` or ``reduce_scatter`` that reuses the memory of its input."""
 
     @staticmethod

@@ -805,4 +805,11 @@ MUTANTS = (
         "chunks=None",
         ("tests/config",),
     ),
+    Mutant(
+        "a kernel forgets what is differentiated below its transform",
+        "kernel.py",
+        "or not _are_plain(args):",
+        "or not args:",
+        ("tests/test_kernel.py",),
+    ),
 )
