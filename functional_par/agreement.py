@@ -80,7 +80,7 @@ def _parts(plan: Plan, dtype: torch.dtype) -> Mapping[str, str]:
         "the leaves and how they are cut": leaves,
         "the ties": str(dict(plan.aliases)),
         "the modes": f"{plan.mode.value}, async_comm={plan.async_comm}, data over {plan.data_axes}, "
-        f"buckets of {plan.bucket_mb:g} MiB, {dtype}",
+        f"zero={plan.zero}, buckets of {plan.bucket_mb:g} MiB, {dtype}",
         "the maps on gradients": maps,
         "what is computed again (remat)": str(dict(plan.remat)),
     }

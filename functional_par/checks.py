@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,20 +45,20 @@ def check_threads(plan: Plan, world: World) -> None:
 
 
 def check_state(
-    state: Any, plan: Plan, leaves: Sequence[str], optimizer: Optimizer, dtype: torch.dtype
+    state: Any, shapes: Mapping[str, tuple[int, ...]], optimizer: Optimizer, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Parameters of ``state`` by path; StateError unless it has the ``leaves`` of this rank of ``plan``, in this dtype, and
-    the slots of ``optimizer``."""
+    """Parameters of ``state`` by path; StateError unless it has the leaves of this rank, with these ``shapes`` and in this
+    dtype, and the slots of ``optimizer``."""
     if not isinstance(state, State):
         raise StateError(
             f"step({type(state).__name__}, ...): expected the state from step.init or from the step before."
         )
     flat, slots = state.flat, state.flat_opt
-    if set(flat) != set(leaves):
-        wrong = ", ".join(sorted(set(flat) ^ set(leaves)))
+    if set(flat) != set(shapes):
+        wrong = ", ".join(sorted(set(flat) ^ set(shapes)))
         raise StateError(f"this state belongs to another program or stage; it differs in the leaves {wrong}.")
     for path, leaf in flat.items():
-        shape = plan.specs[path].local_shape(plan.mesh)
+        shape = shapes[path]
         if tuple(leaf.shape) != shape or leaf.dtype != dtype:
             raise StateError(
                 f"this state belongs to another program, layout or dtype: {path} is {leaf.dtype}{list(leaf.shape)}, but "

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from functional_par.buckets import cut_axes
 from functional_par.comm.base import AllReduce, World
 from functional_par.errors import ModelError, StateError
 from functional_par.mesh import AXES
@@ -65,7 +66,8 @@ class Totals:
         self.mine = [
             (i, path)
             for i, path in enumerate(self.paths)
-            if coords.pp in plan.specs[path].owners and plan.specs[path].counted_by(coords)
+            if coords.pp in plan.specs[path].owners
+            and plan.specs[path].counted_by(coords, cut_axes(plan, plan.specs[path]))
         ]
         copied = [axis for axis in AXES if axis != "pp" and axis not in plan.data_axes]
         self.has_loss = coords.pp == plan.placement[-1] and all(getattr(coords, axis) == 0 for axis in copied)
@@ -110,9 +112,10 @@ class Totals:
     def _powers(self, world: World, grads: Mapping[str, Tensor]) -> Tensor:
         """For each leaf this rank's part of the sum under the root; the largest entry for inf."""
         parts = torch.zeros(len(self.paths), dtype=torch.float64, device=world.device)
-        if self.mine:
-            norms = torch.stack([torch.linalg.vector_norm(grads[path], self.norm) for _, path in self.mine]).double()
-            index = torch.tensor([i for i, _ in self.mine], device=world.device)
+        mine = [(i, grads[path]) for i, path in self.mine if grads[path].numel()]  # a slice may be empty
+        if mine:
+            norms = torch.stack([torch.linalg.vector_norm(grad, self.norm) for _, grad in mine]).double()
+            index = torch.tensor([i for i, _ in mine], device=world.device)
             parts[index] = norms if math.isinf(self.norm) else norms**self.norm
         return parts
 

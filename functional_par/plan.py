@@ -53,6 +53,7 @@ class Plan:
         mode, async_comm: how tensor-parallel layers communicate.
         active: the axes that some transform uses.
         data_axes: the axes along which the batch is split, in mesh order.
+        zero: what ranks along the data axes share out: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too.
         bucket_mb: MiB of gradients that are summed in one collective.
         remat: layer name to what is kept of its forward, "full" or "selective" as ``remat`` defines them; of all others
             everything is kept.
@@ -78,6 +79,7 @@ class Plan:
     async_comm: bool = False
     active: frozenset[str] = frozenset()
     data_axes: tuple[str, ...] = ()
+    zero: int = 0
     bucket_mb: float = 48.0
     remat: Mapping[str, str] = field(default_factory=dict)
     maps: tuple[GradientMap, ...] = ()

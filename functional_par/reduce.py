@@ -11,19 +11,22 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from functional_par.buckets import Bucket, contributions
-from functional_par.comm.base import AllReduce, Handle, World
-from functional_par.comm.solo import Done
-from functional_par.mesh import Coords
+from functional_par.accumulate import Memory, Passing, Whole, pieces, shards
+from functional_par.bucket import Bucket
+from functional_par.buckets import buckets, contributions
+from functional_par.comm.base import AllReduce, World
 from functional_par.plan import Plan
 from functional_par.shards import zero_padding
+from functional_par.spec import payers
 
 
 class Gradients:
-    """Accumulation buffers of one rank: a flat tensor a bucket, a view a leaf. Used for one step at a time.
+    """The gradients of one rank, for one step at a time. The first gradient of a leaf is written, later ones are added, in the
+    order of the calls.
 
-    The first gradient of a leaf is written, later ones are added, in the order of the calls. With ``poison`` the memory is
-    filled with NaN before.
+    With ``plan.zero`` each rank ends with the sum of its own slice of a leaf: a reduce-scatter over the data axes, and then an
+    all-reduce of the slices over the ranks that the leaf owes besides. With 2 and 3 that is done with what each layer adds for
+    each microbatch, so whole gradients are there for one layer at a time; it is waited for when the next layer comes.
 
     Given a ``world``, a bucket's sum starts as soon as the last gradient has been added to it, while others are still
     computed. All ranks of a group start the same sums in the same order:
@@ -35,34 +38,42 @@ class Gradients:
     - The ranks of a set within one stage run the same tasks of the same layers in the same order, so they add the last
       gradient to each bucket at the same place of their programs, also between the collectives that layers have on the same
       set. Of several buckets that are ready there the order is again that of the list.
-    - Starting waits for nobody, and nobody waits for a sum before ``pay``.
+    - Starting waits for nobody, and nobody waits before ``pay`` for a sum but ranks of one stage, at one place.
+
+    Attributes:
+        flat: after ``pay`` the sum of each bucket, or this rank's part of it.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        owed: Sequence[Bucket],
-        dtype: torch.dtype,
-        device: torch.device,
-        poison: bool = False,
-        world: World | None = None,
-    ) -> None:
-        self.plan, self.buckets, self.poison, self.world = plan, tuple(owed), poison, world
-        self.flat = [torch.zeros(bucket.elements, dtype=dtype, device=device) for bucket in owed]
-        self.bucket_of = {path: i for i, bucket in enumerate(owed) for path in bucket.paths}
-        self._expected = {} if world is None else contributions(plan, world.coords.pp)
-        self.leaves = self.views()
+    def __init__(self, plan: Plan, rank: int, memory: Memory, world: World | None = None) -> None:
+        self.plan, self.rank, self.memory, self.world = plan, rank, memory, world
+        self.buckets = buckets(plan, rank)
+        self._of = {path: i for i, bucket in enumerate(self.buckets) for path in bucket.paths}
+        self._expected = [0] * len(self.buckets)
+        if world is not None:
+            for path, n in contributions(plan, world.coords.pp).items():
+                self._expected[self._of[path]] += n
+        self._accounts = [self._account(bucket) for bucket in self.buckets]
         self.begin()
+
+    def _account(self, bucket: Bucket) -> Whole | Passing:
+        passing = bucket.sliced and self.plan.zero > 1
+        return (Passing if passing else Whole)(bucket, self.memory, self._finish)
+
+    def _finish(self, path: str, leaf: Tensor) -> None:
+        zero_padding(self.plan.specs[path], self.plan.mesh, self.plan.mesh.coords(self.rank), leaf)
 
     def begin(self) -> None:
         """Forget the step before: the next gradient of each leaf is the first."""
-        self._unwritten = set(self.leaves)
-        self._started: dict[int, Handle] = {}
-        self._left = [0] * len(self.buckets)
-        for path, n in self._expected.items():
-            self._left[self.bucket_of[path]] += n
-        for flat in self.flat if self.poison else ():
-            flat.fill_(torch.nan)
+        self.flat: list[Tensor] = []
+        self._under_way: Passing | None = None
+        for account, bucket, expected in zip(self._accounts, self.buckets, self._expected, strict=True):
+            account.begin(0 if "pp" in bucket.axes else expected)
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """What adds up for each leaf whose whole shard is here."""
+        whole = (account.leaves for account in self._accounts if isinstance(account, Whole))
+        return {path: leaf for leaves in whole for path, leaf in leaves.items()}
 
     def add(self, grads: Mapping[str, Tensor]) -> None:
         """Accumulate one layer's gradients of one microbatch."""
@@ -75,58 +86,64 @@ class Gradients:
 
     def buffer(self, path: str) -> tuple[Tensor, bool]:
         """The memory of a leaf's gradient, to which the caller adds now; True if it is the first, which overwrites."""
-        first = path in self._unwritten
-        self._unwritten.discard(path)
-        return self.leaves[path], first
+        return self._accounts[self._of[path]].buffer(path)
 
     def done(self, paths: Sequence[str]) -> None:
         """One layer has added all that one microbatch gives to these leaves."""
         if self.world is None:
             return
-        for path in paths:
-            self._left[self.bucket_of[path]] -= 1
+        touched = [self._of[path] for path in paths]
         with self.world.record.during("gradients"):
-            for i in sorted({self.bucket_of[path] for path in paths}):
-                if not self._left[i] and "pp" not in self.buckets[i].axes:
-                    self._close(i, self.world.coords)
-                    self._start(i, self.world)
+            for i in sorted(set(touched)):
+                account = self._accounts[i]
+                if isinstance(account, Whole):
+                    account.done(self.world, touched.count(i))
+                else:
+                    self._settle()
+                    account.done(self.world)
+                    self._under_way = account
 
-    def _start(self, i: int, world: World) -> None:
-        """Send the sum of a bucket on its way."""
-        bucket, flat = self.buckets[i], self.flat[i]
-        if len(bucket.ranks) > 1:
-            self._started[i] = world.subgroup(bucket.ranks, bucket.label).start(AllReduce(), flat, donate=True)
-        else:
-            self._started[i] = Done(flat)
+    def _settle(self) -> None:
+        if self._under_way is not None:
+            self._under_way.settle()
+        self._under_way = None
 
-    def _close(self, i: int, coords: Coords) -> None:
-        """Zero where no gradient came, and where it flowed into the padding of an uneven shard (the transpose of padding with
-        zeros forgets it)."""
-        for path in self.buckets[i].paths:
-            if path in self._unwritten:
-                self.leaves[path].zero_()
-            zero_padding(self.plan.specs[path], self.plan.mesh, coords, self.leaves[path])
-
-    def complete(self, coords: Coords) -> None:
-        """After the last microbatch: finish the buckets whose sums have not started."""
-        for i in range(len(self.buckets)):
-            if i not in self._started:
-                self._close(i, coords)
+    def complete(self) -> None:
+        """After the last microbatch: finish what has not started."""
+        for account in self._accounts:
+            if isinstance(account, Whole):
+                account.close()
 
     def pay(self, world: World) -> None:
-        """Sum every bucket over its ranks: one collective a bucket, all in flight together."""
-        for i in range(len(self.buckets)):
-            if i not in self._started:
-                self._start(i, world)
-        self.flat = [self._started[i].wait() for i in range(len(self.buckets))]
+        """Sum every bucket over its ranks, and wait for all that is under way."""
+        for account in self._accounts:
+            if isinstance(account, Whole):
+                account.start(world)
+        self.flat = [account.total(world) for account in self._accounts]
+        self._pay_rest(world)
+
+    def _pay_rest(self, world: World) -> None:
+        """Sum slices over the ranks that their leaves owe besides: one collective for each set of ranks."""
+        owed: dict[tuple[tuple[int, ...], str], list[Tensor]] = {}
+        for bucket, part in zip(self.buckets, self.flat, strict=True):
+            low = bucket.index(self.rank) * bucket.part
+            for rest in bucket.rest:
+                start, stop = max(rest.start - low, 0), min(rest.stop - low, bucket.part)
+                ranks = payers(self.plan.mesh, self.rank, rest.axes, rest.owners)
+                if start < stop and len(ranks) > 1:
+                    owed.setdefault((ranks, "+".join(rest.axes)), []).append(part[start:stop])
+        wire = self.memory.reduce or self.memory.dtype
+        started = [
+            (parts, world.subgroup(*key).start(AllReduce(), torch.cat(parts).to(wire), donate=True))
+            for key, parts in sorted(owed.items(), key=lambda each: each[0])
+        ]
+        for parts, handle in started:
+            for part, total in zip(parts, handle.wait().split([len(part) for part in parts]), strict=True):
+                part.copy_(total)
 
     def views(self) -> dict[str, Tensor]:
-        """Gradient of each leaf, as views of the buckets."""
-        self.leaves = {}
-        for bucket, flat in zip(self.buckets, self.flat, strict=True):
-            self.leaves |= {path: flat[at : at + s.numel()].view(s) for path, s, at in _sized(bucket)}
-        return self.leaves
-
-
-def _sized(bucket: Bucket) -> list[tuple[str, torch.Size, int]]:
-    return [(path, torch.Size(shape), start) for path, shape, start in bucket.places()]
+        """After ``pay`` the gradient of each leaf, [*shard] or this rank's slice of it [elements], as views of ``flat``."""
+        found: dict[str, Tensor] = {}
+        for bucket, part in zip(self.buckets, self.flat, strict=True):
+            found |= pieces(bucket, bucket.index(self.rank), part) if bucket.sliced else shards(bucket, part)
+        return found

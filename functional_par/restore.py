@@ -9,12 +9,16 @@ import torch
 from torch import Tensor
 
 from functional_par import tree
+from functional_par.bucket import Slice
+from functional_par.buckets import slices
 from functional_par.errors import StateError
+from functional_par.initial import trained
 from functional_par.optim import Optimizer
 from functional_par.optim.base import slot_dtype
 from functional_par.plan import Plan
 from functional_par.shards import cut
 from functional_par.state import State
+from functional_par.zero.parts import together
 
 
 def restore(
@@ -39,10 +43,11 @@ def restore(
         raise StateError(f"load(step={step!r}): the number of steps done is an integer of at least 0.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise StateError(f"load(seed={seed!r}): the seed of a run is an integer.")
-    leaves = _shards(plan, rank, params, "params", dtype, device, tuple(plan.specs))
-    trained = {path: leaf for path, leaf in leaves.items() if plan.specs[path].trainable}
+    own = slices(plan, rank)
+    leaves = _shards(plan, rank, params, "params", dtype, device, tuple(plan.specs), own if plan.zero == 3 else {})
+    leaves = together(plan, rank, leaves)
     if opt is None:
-        return State(step, seed, leaves, optimizer.init(trained))
+        return State(step, seed, leaves, optimizer.init(trained(plan, leaves, own)))
     if not isinstance(opt, Mapping):
         raise StateError(f"load(opt=...): a dict of slots, as step.gather_opt returns it, not {type(opt).__name__}.")
     if set(opt) != set(optimizer.slots):
@@ -52,7 +57,7 @@ def restore(
             "start it afresh."
         )
     wide, paths = slot_dtype(dtype), tuple(path for path, spec in plan.specs.items() if spec.trainable)
-    slots = {slot: _shards(plan, rank, flat, f"opt[{slot!r}]", wide, device, paths) for slot, flat in opt.items()}
+    slots = {slot: _shards(plan, rank, flat, f"opt[{slot!r}]", wide, device, paths, own) for slot, flat in opt.items()}
     return State(step, seed, leaves, slots)
 
 
@@ -64,8 +69,10 @@ def _shards(
     dtype: torch.dtype,
     device: torch.device,
     paths: tuple[str, ...],
+    slices: Mapping[str, Slice],
 ) -> dict[str, Tensor]:
-    """This rank's shards of some leaves, in memory of their own. Leaves of all stages are checked: every rank raises alike."""
+    """This rank's shards of some leaves, or its ``slices`` of them, in memory of their own. Leaves of all stages are checked:
+    every rank raises alike."""
     if not isinstance(whole, Mapping):
         raise StateError(f"load({what}): a nested dict of whole leaves, not {type(whole).__name__}.")
     flat = tree.flatten(whole)
@@ -73,7 +80,7 @@ def _shards(
         _check_leaf(name, leaf, what)
     _check_names(plan, flat, what)
     flat = {plan.aliases.get(name, name): leaf for name, leaf in flat.items()}
-    own, shards = plan.held(plan.mesh.coords(rank).pp), {}
+    held, shards = plan.held(plan.mesh.coords(rank).pp), {}
     for path in paths:
         leaf, spec = flat.get(path), plan.specs[path]
         if leaf is None:
@@ -83,8 +90,9 @@ def _shards(
                 f"load({what}): {path} has shape {list(leaf.shape)}, but the model has {spec} {list(spec.shape)}. Give whole "
                 "leaves, as step.gather returns them."
             )
-        if path in own:
-            shards[path] = cut(plan, spec, leaf.detach(), rank).to(device, dtype)
+        if path in held:
+            shard = cut(plan, spec, leaf.detach(), rank)
+            shards[path] = (slices[path].of(shard).clone() if path in slices else shard).to(device, dtype)
     return shards
 
 

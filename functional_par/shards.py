@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from functional_par import tree
+from functional_par.bucket import Slice
+from functional_par.buckets import slices
 from functional_par.comm.base import AllReduce, World
 from functional_par.errors import StateError
 from functional_par.mesh import AXES, Coords, Mesh
@@ -17,15 +19,20 @@ from functional_par.spec import Spec
 
 
 def shard(params: Mapping[str, Any], plan: Plan, rank: int) -> dict[str, Any]:
-    """The shards of one rank of a whole nested dict of parameters; uneven shards are padded with zeros.
+    """The shards of one rank of a whole nested dict of parameters; uneven shards are padded with zeros. With ``zero=3`` these
+    are the rank's slices [elements] of its shards.
 
     Raises:
         StateError: for a leaf that is missing or has another shape than its spec.
     """
-    flat, coords = tree.flatten(params), plan.mesh.coords(rank)
-    return tree.unflatten(
-        {path: cut(plan, plan.specs[path], _whole(flat, plan.specs[path]), rank) for path in plan.held(coords.pp)}
-    )
+    flat, coords, own = tree.flatten(params), plan.mesh.coords(rank), parameter_slices(plan, rank)
+    found = {path: cut(plan, plan.specs[path], _whole(flat, plan.specs[path]), rank) for path in plan.held(coords.pp)}
+    return tree.unflatten({path: own[path].of(x).clone() if path in own else x for path, x in found.items()})
+
+
+def parameter_slices(plan: Plan, rank: int) -> dict[str, Slice]:
+    """What of each leaf that a rank does not hold as a whole shard it holds."""
+    return slices(plan, rank) if plan.zero == 3 else {}
 
 
 def unshard(shards: Sequence[Mapping[str, Any]], plan: Plan) -> dict[str, Any]:
@@ -33,7 +40,11 @@ def unshard(shards: Sequence[Mapping[str, Any]], plan: Plan) -> dict[str, Any]:
     if len(shards) != plan.mesh.size:
         raise StateError(f"unshard: {len(shards)} shards for {plan.mesh}, which has {plan.mesh.size} ranks.")
     flats = [tree.flatten(part) for part in shards]
-    whole = {path: _join(plan, spec, [flat.get(path) for flat in flats]) for path, spec in plan.specs.items()}
+    own = [parameter_slices(plan, rank) for rank in range(plan.mesh.size)]
+    whole = {
+        path: _join(plan, spec, [flat.get(path) for flat in flats], [each.get(path) for each in own])
+        for path, spec in plan.specs.items()
+    }
     return tree.unflatten(plan.named(whole))
 
 
@@ -45,8 +56,11 @@ def cut(plan: Plan, spec: Spec, whole: Tensor, rank: int) -> Tensor:
     return out
 
 
-def place(plan: Plan, spec: Spec, whole: Tensor, part: Tensor, rank: int) -> None:
-    """Write one rank's shard into the whole leaf, leaving out its padding."""
+def place(plan: Plan, spec: Spec, whole: Tensor, part: Tensor, rank: int, piece: Slice | None = None) -> None:
+    """Write one rank's shard, or its slice of that, into the whole leaf, leaving out its padding."""
+    if piece is not None:
+        own, part = part, cut(plan, spec, whole, rank)
+        piece.of(part).copy_(own)
     there, here = _windows(plan, spec, rank)
     whole[there] = part[here]
 
@@ -79,23 +93,26 @@ def without_padding(spec: Spec, mesh: Mesh, coords: Coords, part: Tensor) -> Ten
     return part
 
 
-def gather_leaf(plan: Plan, world: World, path: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """One leaf whole on every rank: a sum over the world in which each shard is written by one rank. Collective."""
+def gather_leaf(
+    plan: Plan, world: World, path: str, part: Tensor | None, dtype: torch.dtype, piece: Slice | None = None
+) -> Tensor:
+    """One leaf whole on every rank: a sum over the world in which each shard, or each slice, is written by one rank.
+    Collective."""
     spec = plan.specs[path]
     whole = torch.zeros(spec.shape, dtype=dtype, device=world.device)
-    if part is not None and spec.counted_by(world.coords):
-        place(plan, spec, whole, part, world.rank)
+    if part is not None and spec.counted_by(world.coords, piece.axes if piece else ()):
+        place(plan, spec, whole, part, world.rank, piece)
     return world.group(*AXES).start(AllReduce(), whole, donate=True).wait()
 
 
-def _join(plan: Plan, spec: Spec, parts: Sequence[Tensor | None]) -> Tensor:
+def _join(plan: Plan, spec: Spec, parts: Sequence[Tensor | None], own: Sequence[Slice | None]) -> Tensor:
     whole: Tensor | None = None
-    for rank, part in enumerate(parts):
-        if part is None or not spec.counted_by(plan.mesh.coords(rank)):
+    for rank, (part, piece) in enumerate(zip(parts, own, strict=True)):
+        if part is None or not spec.counted_by(plan.mesh.coords(rank), piece.axes if piece else ()):
             continue
         if whole is None:
             whole = part.new_zeros(spec.shape)
-        place(plan, spec, whole, part, rank)
+        place(plan, spec, whole, part, rank, piece)
     if whole is None:
         raise StateError(f"unshard: no shard holds {spec.path}, which belongs to pipeline rank {spec.owners[0]}.")
     return whole

@@ -130,9 +130,10 @@ class Spec:
         """The ranks whose gradients of this leaf the step sums with those of ``rank``, in rank order."""
         return payers(mesh, rank, self.pending, self.owners)
 
-    def counted_by(self, coords: Coords) -> bool:
-        """True on exactly one rank for each shard: the first of its replicas on its first owner."""
-        copied = (axis for axis in AXES if axis != "pp" and axis not in self.axes)
+    def counted_by(self, coords: Coords, cut: Sequence[str] = ()) -> bool:
+        """True on exactly one rank for each shard: the first of its replicas on its first owner. Along the axes ``cut`` ranks
+        have no replicas but slices of it, each of which counts."""
+        copied = (axis for axis in AXES if axis not in cut and axis != "pp" and axis not in self.axes)
         return coords.pp == self.owners[0] and all(getattr(coords, axis) == 0 for axis in copied)
 
 

@@ -11,18 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from functional_par.accumulate import Memory
 from functional_par.agreement import check_plan
 from functional_par.batch import Share, share_of
-from functional_par.buckets import buckets, groups
+from functional_par.bucket import Slice
+from functional_par.buckets import groups, slices
 from functional_par.checks import check_options, check_state, check_threads
 from functional_par.comm.base import AllReduce, World
 from functional_par.errors import NonFiniteError
+from functional_par.initial import initial
 from functional_par.maps.apply import Moment
 from functional_par.maps.apply import apply as apply_maps
 from functional_par.metrics import Totals, clip_coefficient
-from functional_par.model import init_leaf
 from functional_par.optim import Optimizer
-from functional_par.optim.base import slot_dtype
+from functional_par.optim.base import Slots, slot_dtype
 from functional_par.pipeline.part import lanes
 from functional_par.pipeline.recording import Recording
 from functional_par.pipeline.runner import Losses, Runner
@@ -32,9 +34,10 @@ from functional_par.random import Key
 from functional_par.reduce import Gradients
 from functional_par.restore import restore
 from functional_par.run_par import RunPar, step_key
-from functional_par.shards import gather_leaf
+from functional_par.shards import gather_leaf, parameter_slices
 from functional_par.state import State
 from functional_par.tree import unflatten
+from functional_par.zero.update import make_sliced
 
 Metrics = dict[str, Any]
 
@@ -70,9 +73,9 @@ class Step:
         check_plan(plan, world, dtype)
         self.plan, self.world, self.optimizer = plan, world, optimizer
         self.clip, self.norm, self.donate, self.dtype = clip, norm, donate, dtype
-        coords = world.coords
-        self.leaves = plan.held(coords.pp)
-        self.buckets = buckets(plan, world.rank)
+        self.slices, self.parameter_slices = slices(plan, world.rank), parameter_slices(plan, world.rank)
+        self.shapes = {path: self._shape(path) for path in plan.held(world.coords.pp)}
+        self.sliced = make_sliced(plan, world, optimizer, inplace=donate)
         self.totals = Totals(plan, world.rank, norm)
         self.runner = Runner(plan, world, dtype, engine, poison)
         self._kept: Gradients | None = None
@@ -86,7 +89,7 @@ class Step:
         world.connect((ring[a], ring[b]) for ring in world.mesh.groups("pp") for a, b in lanes(plan))
         axes = [(axis,) for axis, size in world.mesh.sizes.items() if size > 1 and axis != "pp"]
         return RunPar(
-            groups={key: world.group(*key) for key in [*axes, *merged]},
+            groups={key: self.runner.lent(world.group(*key)) for key in [*axes, *merged]},
             mode=plan.mode,
             async_comm=plan.async_comm,
             device=world.device,
@@ -94,14 +97,7 @@ class Step:
 
     def init(self, seed: int = 0) -> State:
         """The initial state: this rank draws just its own shards, the same values in every layout."""
-        mesh, coords = self.plan.mesh, self.world.coords
-        params = {}
-        for path in self.leaves:
-            spec = self.plan.specs[path]
-            place = spec.starts(mesh, coords), spec.local_shape(mesh)
-            params[path] = init_leaf(seed, path, self.plan.model.leaves[path], *place, self.dtype, self.world.device)
-        trainable = {path: leaf for path, leaf in params.items() if self.plan.specs[path].trainable}
-        return State(0, seed, params, self.optimizer.init(trainable))
+        return initial(self.plan, self.world, self.optimizer, seed, self.dtype)
 
     def __call__(self, state: State, batch: Any, recording: Recording | None = None) -> tuple[State, Metrics]:
         """One step.
@@ -159,13 +155,14 @@ class Step:
 
     def gather(self, state: State) -> dict[str, Any]:
         """All parameters whole, on every rank, as a nested dict; tied names included. Collective: every rank calls it."""
-        return self._whole(self._leaves_of(state), self.dtype, tuple(self.plan.specs))
+        return self._whole(self._leaves_of(state), self.dtype, tuple(self.plan.specs), self.parameter_slices)
 
     def gather_opt(self, state: State) -> dict[str, dict[str, Any]]:
         """The optimizer's state whole, on every rank: slot name, then a nested dict of the trainable leaves. Collective."""
         self._leaves_of(state)
         trained = tuple(path for path, spec in self.plan.specs.items() if spec.trainable)
-        return {slot: self._whole(flat, slot_dtype(self.dtype), trained) for slot, flat in state.flat_opt.items()}
+        wide = slot_dtype(self.dtype)
+        return {slot: self._whole(flat, wide, trained, self.slices) for slot, flat in state.flat_opt.items()}
 
     def load(
         self,
@@ -200,13 +197,21 @@ class Step:
             device=self.world.device,
         )
 
+    def _shape(self, path: str) -> tuple[int, ...]:
+        """Of what this rank holds of a leaf."""
+        own = self.parameter_slices.get(path)
+        return self.plan.specs[path].local_shape(self.plan.mesh) if own is None else (own.elements,)
+
     def _leaves_of(self, state: State) -> dict[str, Tensor]:
         """Parameters by path of a state that belongs here."""
-        return check_state(state, self.plan, self.leaves, self.optimizer, self.dtype)
+        return check_state(state, self.shapes, self.optimizer, self.dtype)
 
-    def _whole(self, flat: Mapping[str, Tensor], dtype: torch.dtype, paths: tuple[str, ...]) -> dict[str, Any]:
-        """These leaves whole, under all their names."""
-        whole = {path: gather_leaf(self.plan, self.world, path, flat.get(path), dtype) for path in paths}
+    def _whole(
+        self, flat: Mapping[str, Tensor], dtype: torch.dtype, paths: tuple[str, ...], own: Mapping[str, Slice]
+    ) -> dict[str, Any]:
+        """These leaves whole, under all their names, of shards or of this rank's ``own`` slices of them."""
+        plan, world = self.plan, self.world
+        whole = {path: gather_leaf(plan, world, path, flat.get(path), dtype, own.get(path)) for path in paths}
         return unflatten(self.plan.named(whole))
 
     def _fingerprint(self, state: State, share: Share) -> int:
@@ -238,17 +243,17 @@ class Step:
     ) -> tuple[Gradients, Losses]:
         grads = self._buffers()
         losses = self.runner.train(params, share, replace(self.par, key=key), grads, 1.0 / max(count, 1), recording)
-        grads.complete(self.world.coords)
+        grads.complete()
         return grads, losses
 
     def _buffers(self) -> Gradients:
         """Where gradients accumulate: always the same memory with ``donate``, else fresh."""
         grads = self._kept
         if grads is None:
-            accumulate = torch.promote_types(self.dtype, torch.float32)
             early = not any(each.phase == "local" for each in self.plan.maps)  # such maps need all gradients, unsummed
-            world, poison = self.world, self.runner.buffers.poison
-            grads = Gradients(self.plan, self.buckets, accumulate, world.device, poison, world if early else None)
+            world, wide = self.world, torch.promote_types(self.dtype, torch.float32)
+            memory = Memory(wide, world.device, self.runner.buffers.poison)
+            grads = Gradients(self.plan, world.rank, memory, world if early else None)
             self._kept = grads if self.donate else None
         grads.begin()
         return grads
@@ -260,10 +265,18 @@ class Step:
         mapped = any(each.phase == "update" for each in self.plan.maps)
         trainable = {path: moment.params[path] for path in grads}
         old = {path: leaf.clone() for path, leaf in trainable.items()} if mapped else {}
-        moved, slots = self.optimizer.update(grads, slots, trainable, state.step, inplace=self.donate)
+        moved, slots = self._moved(grads, slots, trainable, state.step)
         if mapped:
             moved = self._mapped(moved, replace(moment, params=old))
         return State(state.step + 1, state.seed, {**moment.params, **moved}, slots)
+
+    def _moved(
+        self, grads: Mapping[str, Tensor], slots: Slots, params: Mapping[str, Tensor], step: int
+    ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        if self.sliced is None:
+            return self.optimizer.update(grads, slots, params, step, inplace=self.donate)
+        with self.world.record.during("parameters"):
+            return self.sliced(grads, slots, params, step)
 
     def _mapped(self, moved: Mapping[str, Tensor], before: Moment) -> dict[str, Tensor]:
         """The parameters after the user's maps on updates."""

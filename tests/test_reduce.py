@@ -12,7 +12,9 @@ import torch
 import functional_par as fp
 from functional_par import Mesh
 from functional_par import step as step_module
-from functional_par.buckets import ALIGNMENT, buckets, groups
+from functional_par.accumulate import Memory, Whole
+from functional_par.bucket import ALIGNMENT
+from functional_par.buckets import buckets, groups
 from functional_par.comm.solo import Done
 from functional_par.reduce import Gradients
 
@@ -21,11 +23,14 @@ from .toys import odd, small_gpt, small_llama
 
 TIE = fp.tie("head.weight", "embed.weight")
 
+CPU = torch.device("cpu")
 SMALL = 1e-3  # MiB: a few leaves in each bucket
 
 PROGRAMS = {
     "gpt": lambda: fp.compose(TIE, fp.shard_tp("REDUCE_SCATTER"), fp.stage_pp(), fp.dp_reduce())(small_gpt()),
-    "cut": lambda: fp.compose(TIE, fp.shard_tp("REDUCE_SCATTER"), fp.stage_pp(), fp.dp_reduce(SMALL))(small_gpt()),
+    "cut": lambda: fp.compose(TIE, fp.shard_tp("REDUCE_SCATTER"), fp.stage_pp(), fp.dp_reduce(bucket_mb=SMALL))(
+        small_gpt()
+    ),
     "llama": lambda: fp.compose(fp.shard_tp("ALL_REDUCE"), fp.stage_pp(), fp.dp_reduce())(small_llama()),
     "odd": lambda: fp.compose(fp.shard_tp(), fp.stage_pp(), fp.dp_reduce())(odd(trainable_scale=False)),
 }
@@ -125,11 +130,12 @@ def test_tied_shards_of_different_tp_ranks_are_never_summed():
 
 def gradients(dtype=torch.float32):
     plan = plan_of("gpt", Mesh(pp=2, dp=3, tp=2))
-    return plan, Gradients(plan, buckets(plan, 0), dtype, torch.device("cpu"))
+    return plan, Gradients(plan, 0, Memory(dtype, CPU))
 
 
 def test_gradients_are_views_of_one_buffer_a_bucket_at_aligned_places():
     plan, grads = gradients()
+    grads.pay(Twice())
     assert len(grads.flat) == len(buckets(plan, 0)) == 3
     views = grads.views()
     for bucket, flat in zip(grads.buckets, grads.flat, strict=True):
@@ -173,7 +179,7 @@ def test_paying_is_one_collective_a_bucket_and_none_where_nothing_is_owed():
     cases = [("gpt", Mesh(pp=2, dp=3, tp=2), 3), ("cut", Mesh(dp=2), 6), ("llama", Mesh(tp=4), 1), ("gpt", Mesh(), 0)]
     for name, mesh, n in cases:
         plan = plan_of(name, mesh)
-        grads, world = Gradients(plan, buckets(plan, 0), torch.float32, torch.device("cpu")), Twice()
+        grads, world = Gradients(plan, 0, Memory(torch.float32, CPU)), Twice()
         grads.add({path: torch.ones_like(leaf) for path, leaf in grads.leaves.items()})
         grads.pay(world)
         assert len(world.calls) == n
@@ -186,15 +192,15 @@ def test_paying_is_one_collective_a_bucket_and_none_where_nothing_is_owed():
 def test_a_sum_starts_as_soon_as_a_bucket_is_full_and_at_the_end_where_it_spans_stages(monkeypatch):
     """On two stages with two chunks each, and with weight gradients that come later."""
     seen = []
-    start = Gradients._start
+    send = Whole._send
 
-    def noted(self, i, world):
+    def noted(self, world, flat):
         if world.rank in (0, 2):  # one rank of each stage
-            seen.append((world.rank, self.buckets[i].label, str(world.record.doing)))
-        start(self, i, world)
+            seen.append((world.rank, self.bucket.label, str(world.record.doing)))
+        return send(self, world, flat)
 
-    monkeypatch.setattr(Gradients, "_start", noted)
-    parts = TIE, fp.stage_pp("interleaved-zb", 2), fp.dp_reduce(SMALL)
+    monkeypatch.setattr(Whole, "_send", noted)
+    parts = TIE, fp.stage_pp("interleaved-zb", 2), fp.dp_reduce(bucket_mb=SMALL)
     train_on(fp.compose(*parts)(small_gpt()), Mesh(pp=2, dp=2), [token_batch(13, 8, 4)])
     for rank in (0, 2):
         labels, doing = zip(*[(label, doing) for at, label, doing in seen if at == rank], strict=True)
@@ -221,7 +227,7 @@ def test_overlapped_sums_have_the_bits_of_late_ones_and_of_one_bucket(mesh, engi
     for late, size in [(False, SMALL), (True, SMALL), (False, 48.0)]:
         with monkeypatch.context() as patch:
             patch.setattr(step_module, "Gradients", Late if late else Gradients)
-            parts = TIE, fp.shard_tp("REDUCE_SCATTER"), fp.stage_pp(microbatches=2), fp.dp_reduce(size)
+            parts = TIE, fp.shard_tp("REDUCE_SCATTER"), fp.stage_pp(microbatches=2), fp.dp_reduce(bucket_mb=size)
             batches = [token_batch(13, 12, 4, seed) for seed in (0, 1)]
             runs.append(train_on(fp.compose(*parts)(small_gpt()), mesh, batches, engine=engine, donate=True).run)
     for run in runs[1:]:

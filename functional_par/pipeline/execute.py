@@ -21,6 +21,7 @@ from functional_par.pipeline.routes import BATCH
 from functional_par.pipeline.schedule import Action
 from functional_par.run_par import RunPar
 from functional_par.vjp import Engine
+from functional_par.zero.gathered import Resident, Weights
 
 Key = tuple[int, int]
 """A stage and a microbatch."""
@@ -54,6 +55,7 @@ class Executor:
         scale: cotangent of the loss sum, used on the last stage.
         gradients: receives the gradients; None runs forward alone, and keeps nothing.
         recording: notes when each action ran.
+        weights: has the parameters where they are not there all the time.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class Executor:
         scale: Tensor,
         gradients: Accumulator | None,
         recording: Recording | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.part, self.world, self.buffers, self.engine = part, world, buffers, engine
-        self.par, self.leaves, self.scale, self.gradients = par, leaves, scale, gradients
+        self.par, self.scale, self.gradients = par, scale, gradients
+        self.held: Weights = Resident(leaves) if weights is None else weights
         self.recording = Recording() if recording is None else recording
         self.live: dict[Key, Live] = {}
         self.losses: dict[int, tuple[Tensor, Tensor]] = {}
@@ -102,7 +106,9 @@ class Executor:
             self.recording.count(len(self.live))
         x = self._inputs(stage, chunk, par, taken, live)
         for call in chunk.calls:
-            x, back = call.forward(self.engine, self.leaves, x, par)
+            self.held.enter(call.layer.name)
+            x, back = call.forward(self.engine, self.held.leaves, x, par)
+            x = self.held.leave(call.layer.name, x)
             live.backs.append(back)
         if stage == self.part.last:
             self.losses[microbatch] = self.buffers.owned(x[0]), self.buffers.owned(x[1])
@@ -119,7 +125,10 @@ class Executor:
         cotangents = self._cotangents(stage, chunk, taken, live)
         whole = task.action.kind == "B"
         for call in reversed(chunk.calls):
-            cotangents = live.backs.pop()(cotangents, gradients, None if whole else live.later)
+            later = None if whole else live.later
+            self.held.enter(call.layer.name)
+            cotangents = live.backs.pop()(cotangents, gradients, later)
+            cotangents = self.held.leave(call.layer.name, cotangents, later)
             complete = Complete(call.trainable)
             complete.add_to(gradients) if whole else live.later.append(complete)
         where = [place for place, grad in enumerate(chunk.before.differentiable) if grad]

@@ -67,6 +67,14 @@ class Part:
     carried: Mapping[tuple[int, int], tuple[Carried, ...]]
 
     @property
+    def order(self) -> Iterator[str]:
+        """The layers that need their parameters, in the order in which they run. Weight gradients are computed without them."""
+        for task in self.tasks:
+            calls = [call.layer.name for call in self.chunks[task.action.stage].calls]
+            if task.action.kind != "W":
+                yield from calls if task.action.kind == "F" else reversed(calls)
+
+    @property
     def last(self) -> int:
         """The last stage, which has the loss."""
         return len(self.edges) - 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_par.agreement import check_shapes
 from functional_par.batch import Share
 from functional_par.capture import Accumulator
-from functional_par.comm.base import World
+from functional_par.comm.base import Group, World
 from functional_par.pipeline.buffers import Buffers
 from functional_par.pipeline.execute import Executor
 from functional_par.pipeline.part import Part, make_part
@@ -20,6 +20,7 @@ from functional_par.plan import Plan
 from functional_par.run_par import RunPar
 from functional_par.vjp import engine as find_engine
 from functional_par.vjp import undifferentiated
+from functional_par.zero.gathered import Gathered, Lent, Resident, Weights
 
 MOST_SHAPES = 8
 """Of microbatches, whose parts a rank keeps; those of others it works out again."""
@@ -38,8 +39,14 @@ class Runner:
     def __init__(self, plan: Plan, world: World, dtype: torch.dtype, engine: str, poison: bool) -> None:
         self.plan, self.world, self.dtype = plan, world, dtype
         self.engine, self.buffers = find_engine(engine), Buffers(world.device, poison)
+        self.gathered = Gathered(plan, world, dtype) if plan.zero == 3 else None
         self._parts: dict[Any, Part] = {}
         self._agreed = False
+
+    def lent(self, group: Group) -> Group:
+        """The group as layers get it."""
+        threads = self.world.backend == "threads"
+        return Lent(group, self.gathered) if self.gathered is not None and threads else group
 
     def train(
         self,
@@ -97,4 +104,11 @@ class Runner:
             seed,
             gradients,
             recording,
+            self._weights(part, params),
         )
+
+    def _weights(self, part: Part, params: Mapping[str, Tensor]) -> Weights:
+        if self.gathered is None:
+            return Resident(params)
+        self.gathered.begin(params, part.order)
+        return self.gathered

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from functional_par.buckets import buckets
 from functional_par.errors import CompositionError
 from functional_par.plan import Plan
-from functional_par.buckets import buckets
 
 
 def check_whole(plan: Plan) -> None:

@@ -8,9 +8,10 @@ from math import prod
 
 from torch import Tensor
 
+from functional_par.bucket import Bucket
+from functional_par.buckets import buckets
 from functional_par.pipeline.told import Told, check_shapes, shapes_of
 from functional_par.plan import Plan
-from functional_par.buckets import Bucket, buckets
 from functional_par.report.memory import held_by
 from functional_par.report.stages import stages
 from functional_par.report.text import braces, ranges, size, table

@@ -331,9 +331,9 @@ MUTANTS = (
     # Reduction, ties, norm
     Mutant(
         "gradients averaged over the ranks instead of summed",
-        "reduce.py",
-        "[self._started[i].wait() for i in",
-        "[self._started[i].wait() / len(self.buckets[i].ranks) for i in",
+        "accumulate.py",
+        "return handle.wait().to(self.memory.dtype)",
+        "return handle.wait().to(self.memory.dtype) / len(self.bucket.ranks)",
         STEPS,
     ),
     Mutant(
@@ -353,8 +353,8 @@ MUTANTS = (
     Mutant(
         "a leaf that is whole on every tp rank is counted tp times in the norm",
         "spec.py",
-        'if axis != "pp" and axis not in self.axes)',
-        'if axis not in ("pp", "tp") and axis not in self.axes)',
+        'if axis not in cut and axis != "pp" and axis not in self.axes)',
+        'if axis not in cut and axis not in ("pp", "tp") and axis not in self.axes)',
         STEPS,
     ),
     Mutant(
@@ -366,7 +366,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients of the step before are kept in reused buffers",
-        "reduce.py",
+        "accumulate.py",
         "        self._unwritten = set(self.leaves)\n",
         '        self._unwritten = set() if hasattr(self, "_unwritten") else set(self.leaves)\n',
         STEPS,
@@ -381,8 +381,8 @@ MUTANTS = (
     Mutant(
         "the sum of a leaf that is tied over stages starts while another stage may wait for a message",
         "reduce.py",
-        ' and "pp" not in self.buckets[i].axes',
-        "",
+        '0 if "pp" in bucket.axes else expected',
+        "expected",
         ("tests/test_reduce.py",),
     ),
     Mutant(
@@ -394,9 +394,9 @@ MUTANTS = (
     ),
     Mutant(
         "a bucket that starts early keeps what flowed into the padding",
-        "reduce.py",
-        "                    self._close(i, self.world.coords)\n",
-        "",
+        "accumulate.py",
+        "            self.close()\n            self.start(world)",
+        "            self.start(world)",
         STEPS,
     ),
     Mutant(

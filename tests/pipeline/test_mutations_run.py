@@ -10,7 +10,7 @@ import torch
 
 import functional_par as fp
 from functional_par import Mesh, ScheduleError
-from functional_par.buckets import buckets
+from functional_par.accumulate import Memory
 from functional_par.pipeline import greedy, verify
 from functional_par.pipeline.buffers import Buffers
 from functional_par.pipeline.execute import Executor
@@ -59,7 +59,7 @@ def runs_right(schedule, stages, microbatches):
     def main(world):
         part = make_part(plan, world, shapes, torch.float64)
         object.__setattr__(part, "tasks", tasks(schedule, edges)[world.rank])
-        grads = Gradients(plan, buckets(plan, world.rank), torch.float64, CPU)
+        grads = Gradients(plan, world.rank, Memory(torch.float64, CPU))
         micro = lambda i: {name: x[ROWS * i : ROWS * (i + 1)] for name, x in batch.items()}  # noqa: E731
         executor = Executor(
             part,
@@ -72,7 +72,7 @@ def runs_right(schedule, stages, microbatches):
             grads,
         )
         losses = executor.run()
-        grads.complete(world.coords)
+        grads.complete()
         return grads.leaves, bool(executor.live or executor._posted or executor._held), len(losses)
 
     try:

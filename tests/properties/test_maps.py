@@ -18,7 +18,8 @@ from torch import Tensor
 
 import functional_par as fp
 from functional_par import Input, Mesh, Model, Param, tree
-from functional_par.buckets import buckets, groups
+from functional_par.accumulate import Memory
+from functional_par.buckets import groups
 from functional_par.metrics import Totals
 from functional_par.plan import Plan
 from functional_par.reduce import Gradients
@@ -137,7 +138,7 @@ def normal(seed: int, shape: Iterable[int]) -> Tensor:
 
 def transpose(plan: Plan, world: fp.World, drawn: Drawn) -> Any:
     """What the library does to the gradients of a step: add them up, forget the padding, pay. Then norms and whole leaves."""
-    grads = Gradients(plan, buckets(plan, world.rank), torch.float64, torch.device("cpu"))
+    grads = Gradients(plan, world.rank, Memory(torch.float64, torch.device("cpu")))
     for fill in (1.0, 0.0):  # the second step finds the memory of the first
         grads.begin()
         for path in plan.held(world.coords.pp):
@@ -145,7 +146,7 @@ def transpose(plan: Plan, world: fp.World, drawn: Drawn) -> Any:
                 whole = cotangent(plan, world.rank, path, drawn.seed)
                 grads.add({path: 0.25 * whole + fill})
                 grads.add({path: 0.75 * whole})
-        grads.complete(world.coords)
+        grads.complete()
     grads.pay(world)
     views = grads.views()
     norms = [Totals(plan, world.rank, n).over_world(world, [], views).norm for n in NORMS]
