@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from functional_par import tree
+from functional_par.bucket import Slice
+from functional_par.buckets import slices
 from functional_par.comm.base import World
 from functional_par.mesh import Mesh
 from functional_par.model import Model
@@ -18,7 +20,8 @@ from functional_par.plan import Plan
 from functional_par.program import Program
 from functional_par.run import run
 from functional_par.run_par import RunPar, step_key
-from functional_par.shards import cut, place
+from functional_par.shards import cut, parameter_slices, place
+from functional_par.state import State
 from functional_par.testing.batch import fields_of
 
 Flat = dict[str, Tensor]
@@ -121,17 +124,17 @@ def on_ranks(program: Program, mesh: Mesh, batches: Batches, how: Training) -> H
         for i, other in enumerate(metrics)
         if other != metrics[0]
     ]
+    own = [slices(plan, rank) for rank in range(mesh.size)]
     moments = []
     for i, (loss, norm, tokens) in enumerate(metrics[0]):
-        whole = join(plan, [each[i] for each in grads], f"gradient of step {i + 1}", copies)
+        whole = join(plan, [each[i] for each in grads], own, f"gradient of step {i + 1}", copies)
         moments.append(Moment(loss, norm, tokens, whole))
-    params = join(plan, [state.flat for state in states], "parameter", copies)
-    opt = {slot: join(plan, [state.flat_opt[slot] for state in states], slot, copies) for slot in states[0].flat_opt}
+    params, opt = join_states(plan, states, copies)
     return History(tuple(moments), params, opt, tuple(copies))
 
 
 def _rank(program: Program, world: World, batches: Batches, how: Training) -> Any:
-    grads: list[Flat] = []
+    grads: list[dict[str, Tensor]] = []
     step = program.step(
         world,
         witness(how.moves, grads),
@@ -143,33 +146,47 @@ def _rank(program: Program, world: World, batches: Batches, how: Training) -> An
     )
     state, metrics = step.init(how.seed), []
     for batch in batches:
+        grads.append({})
         state, found = step(state, batch)
         metrics.append((found["loss"], found["grad_norm"], found["tokens"]))
     return metrics, grads, state
 
 
-def witness(optimizer: Optimizer, seen: list[Flat]) -> Optimizer:
-    """The optimizer, which appends the gradients that it gets to ``seen``."""
+def witness(optimizer: Optimizer, seen: list[dict[str, Tensor]]) -> Optimizer:
+    """The optimizer, which adds the gradients that it gets, maybe of some leaves at a time, to the last of ``seen``."""
 
     def update(grads: Any, slots: Any, params: Any, step: int, *, inplace: bool) -> Any:
-        seen.append({path: grad.clone() for path, grad in grads.items()})
+        seen[-1].update((path, grad.clone()) for path, grad in grads.items())
         return optimizer.update(grads, slots, params, step, inplace=inplace)
 
     return replace(optimizer, update=update)
 
 
-def join(plan: Plan, parts: Sequence[Mapping[str, Tensor]], what: str, copies: list[str]) -> Flat:
-    """Whole leaves from the shards of all ranks. Whatever a rank holds that is not its part of the whole, bit for bit, is
-    told to ``copies``."""
+def join_states(plan: Plan, states: Sequence[State], copies: list[str]) -> tuple[Flat, dict[str, Flat]]:
+    """Whole parameters and optimizer state; see ``join``."""
+    ranks = range(plan.mesh.size)
+    held, own = [parameter_slices(plan, rank) for rank in ranks], [slices(plan, rank) for rank in ranks]
+    params = join(plan, [state.flat for state in states], held, "parameter", copies)
+    slots = {slot: [state.flat_opt[slot] for state in states] for slot in states[0].flat_opt}
+    return params, {slot: join(plan, parts, own, slot, copies) for slot, parts in slots.items()}
+
+
+def join(
+    plan: Plan, parts: Sequence[Mapping[str, Tensor]], own: Sequence[Mapping[str, Slice]], what: str, copies: list[str]
+) -> Flat:
+    """Whole leaves from the shards of all ranks, or from their ``own`` slices of them. Whatever a rank holds that is not its
+    part of the whole, bit for bit, is told to ``copies``."""
     whole = {}
     for path in dict.fromkeys(path for part in parts for path in part):
         spec, ranks = plan.specs[path], [rank for rank, part in enumerate(parts) if path in part]
         whole[path] = parts[ranks[0]][path].new_zeros(spec.shape)
-        for rank in ranks:
-            if spec.counted_by(plan.mesh.coords(rank)):
-                place(plan, spec, whole[path], parts[rank][path], rank)
-        for rank in ranks:
+        held = {rank: own[rank].get(path) for rank in ranks}
+        for rank, piece in held.items():
+            if spec.counted_by(plan.mesh.coords(rank), piece.axes if piece else ()):
+                place(plan, spec, whole[path], parts[rank][path], rank, piece)
+        for rank, piece in held.items():
             mine, same = parts[rank][path], cut(plan, spec, whole[path], rank)
+            same = piece.of(same) if piece else same
             if not torch.equal(mine, same):
                 far = (mine - same).abs().max().item()
                 copies.append(f"{what} {path}: the copy of rank {rank} is off by {far:.3g} from the others")

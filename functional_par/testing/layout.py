@@ -25,6 +25,7 @@ class Layout:
         schedule, microbatches, split, chunks: of ``stage_pp``.
         ties: names of leaves that are made one, by ``tie``. Unlike all else they change the function.
         engine: of ``program.step``.
+        zero: of ``dp_reduce``.
 
     >>> layout = Layout(Mesh(dp=2, pp=2), microbatches=3, ties=(("head.weight", "embed.weight"),))
     >>> layout
@@ -44,6 +45,7 @@ class Layout:
     ties: tuple[tuple[str, ...], ...] = ()
     engine: str = "func"
     chunks: int | None = None
+    zero: int = 0
 
     def __repr__(self) -> str:
         shown = (f.name for f in fields(self) if f.name != "mesh" and getattr(self, f.name) != f.default)
@@ -70,7 +72,8 @@ class Layout:
         shard = replace(given, mode=TensorParallelMode.parse(self.mode), async_comm=self.async_comm)
         kept = [other for other in others if not isinstance(other, (ShardTP, StagePP, DPReduce))]
         ties = [tie(*names) for names in self.ties]
-        return (*ties, *kept, shard, stage_pp(self.schedule, self.microbatches, self.split, self.chunks), dp_reduce())
+        pipeline = stage_pp(self.schedule, self.microbatches, self.split, self.chunks)
+        return (*ties, *kept, shard, pipeline, dp_reduce(zero=self.zero))
 
     def program(self, model: Model, *others: Transform) -> Program:
         """The model in this layout; raises what ``compose`` raises."""

@@ -19,7 +19,7 @@ from functional_par.run import run
 from functional_par.testing.batch import fields_of
 from functional_par.testing.case import ADAMW, Case
 from functional_par.testing.equivalent import compared
-from functional_par.testing.history import History, join, on_ranks, plainly
+from functional_par.testing.history import History, join_states, on_ranks, plainly
 from functional_par.testing.layout import shares_leaves
 from functional_par.transforms import Transform
 
@@ -113,9 +113,7 @@ def training_goes_on_in_another_layout(case: Case) -> None:
         for path in _leaves("", a, b, a)
     ]
     plan, copies = program.plan(case.other.mesh), list[str]()
-    states = [state for _, state in results]
-    params = join(plan, [state.flat for state in states], "parameter", copies)
-    opt = {slot: join(plan, [state.flat_opt[slot] for state in states], slot, copies) for slot in ADAMW.slots}
+    params, opt = join_states(plan, [state for _, state in results], copies)
     expected = plainly(program.model, batches, how)
     wrong += map(str, compared(History(expected.moments, params, opt, tuple(copies)), expected))
     fail(f"trained in {case.layout}, then in {case.other}: not what one process gives:", wrong)

@@ -23,7 +23,7 @@ from functional_par.spec import Debt, Spec
 from functional_par.testing.batch import Sample, ignores_labels
 from functional_par.testing.free import LAYERS, free_model
 from functional_par.testing.layout import MODES, Layout, alike, refusal
-from functional_par.transforms import Transform
+from functional_par.transforms import OwnMap, Transform
 
 USED = ("pp", "dp", "tp", "ep")
 """Axes that some transform uses; of several meshes of one size hypothesis tries those of the first axes first."""
@@ -93,6 +93,7 @@ def layouts(
     max_microbatches: int = 3,
     ties: bool = False,
     stages: int = 1,
+    zeros: Sequence[int] = (0, 1, 2, 3),
 ) -> SearchStrategy[Layout]:
     """Layouts in which the model has a program.
 
@@ -104,6 +105,7 @@ def layouts(
         max_microbatches: largest number of microbatches of a replica.
         ties: also draw ties of leaves that are alike. They change the function.
         stages: smallest number of pipeline stages.
+        zeros: of ``dp_reduce``, to draw from; 0 with maps of the user's own on gradients or updates.
 
     Raises:
         TraceError: while drawing, if a layer lacks a collective.
@@ -118,7 +120,8 @@ def layouts(
             refused[alone] = "" if trivial else refusal(model, alone, *others)
         return not refused[alone]
 
-    return _layouts(model, among, tuple(modes), max_microbatches, alike(model) if ties else [], admits)
+    zeros = (0,) if any(isinstance(other, OwnMap) for other in others) else tuple(zeros)
+    return _layouts(model, among, tuple(modes), zeros, max_microbatches, alike(model) if ties else [], admits)
 
 
 @st.composite
@@ -127,6 +130,7 @@ def _layouts(
     model: Model,
     among: list[Mesh],
     modes: tuple[str, ...],
+    zeros: tuple[int, ...],
     max_microbatches: int,
     ties: list[tuple[str, ...]],
     admits: Callable[[Layout], bool],
@@ -143,6 +147,7 @@ def _layouts(
         microbatches=draw(st.integers(1, max_microbatches)),
         split=draw(splits(len(model.layers), stages)) if mesh.pp > 1 else None,
         engine=draw(st.sampled_from(["func", "tape"])),
+        zero=draw(st.sampled_from(zeros)) if mesh.ep * mesh.dp > 1 else 0,
     )
     # The largest tp of at most the drawn one that the sizes admit; of one rank, any mode.
     smaller = (replace(layout, mesh=replace(mesh, tp=tp)) for tp in range(mesh.tp, 1, -1))

@@ -59,10 +59,13 @@ class Gathered:
     def __init__(self, plan: Plan, world: World, dtype: torch.dtype) -> None:
         self.world, self.fills, self.peak = world, 0, 0
         self.parts = parts(plan, world.rank)
-        self._flats = [torch.empty(part.bucket.elements, dtype=dtype, device=world.device) for part in self.parts]
+        self._flats: list[Tensor] = []
         self._views: dict[str, Tensor] = {}
-        for part, flat in zip(self.parts, self._flats, strict=True):
+        for part in self.parts:
+            flat = torch.empty(part.bucket.elements, dtype=dtype, device=world.device)
             self._views |= part.shards(flat)
+            flat.untyped_storage().resize_(0)
+            self._flats.append(flat)
         self._memory = {flat.untyped_storage()._cdata for flat in self._flats}
         at = {path: i for i, part in enumerate(self.parts) for path in part.bucket.paths}
         layers = plan.layers_on(world.coords.pp)

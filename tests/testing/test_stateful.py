@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 import functional_par as fp
 from functional_par import tree
+from functional_par.buckets import slices
 from functional_par.run_par import RunPar, step_key
+from functional_par.shards import parameter_slices
 from functional_par.testing import Layout, Sample, strategies
 from functional_par.testing.free import free_model
 from functional_par.testing.history import join
@@ -77,7 +79,9 @@ def journeys(draw):
             before = legs[-1].layout
             # Two positions: sequences are split over two ranks.
             mode = layout.mode if before.mesh.tp <= 2 else "ALL_REDUCE"
-            layout = replace(layout, mesh=before.mesh, split=before.split, mode=mode)
+            if before.zero:  # where a leaf is cut in slices depends on what it owes, and so on the mode
+                mode = before.mode
+            layout = replace(layout, mesh=before.mesh, split=before.split, mode=mode, zero=before.zero)
         rows = layout.pieces * draw(st.integers(1, 2))
         batches = draw(st.lists(strategies.samples(MODEL, rows, layout.pieces), min_size=1, max_size=2))
         legs.append(Leg(layout, draw(st.booleans()), tuple(batches), carried))
@@ -155,8 +159,9 @@ def check_step(plan, ranks, loss, norm, params, slots):
     for name, value in (("loss", loss), ("grad_norm", norm)):
         close(torch.tensor(metrics[0][name], dtype=torch.float64), torch.tensor(value, dtype=torch.float64), name)
     copies = []
-    found = {"parameter": join(plan, flats, "parameter", copies)}
-    found |= {name: join(plan, [opt[name] for opt in opts], name, copies) for name in slots}
+    held, own = slices_of(plan)
+    found = {"parameter": join(plan, flats, held, "parameter", copies)}
+    found |= {name: join(plan, [opt[name] for opt in opts], own, name, copies) for name in slots}
     assert not copies
     for kind, leaves in {"parameter": params, **slots}.items():
         assert found[kind].keys() == leaves.keys()
@@ -164,16 +169,22 @@ def check_step(plan, ranks, loss, norm, params, slots):
             close(found[kind][path], leaf, f"{kind} {path}")
 
 
+def slices_of(plan):
+    """For each rank, the slices of parameters and of slots that it holds."""
+    return tuple([of(plan, rank) for rank in range(plan.mesh.size)] for of in (parameter_slices, slices))
+
+
 def check_gathered(plan, states, gathered):
     """Every rank has gathered the same whole trees, which are what the shards make, under all names of a tie."""
+    held, own = slices_of(plan)
     for params, opt, step in gathered:
         assert step == states[0].step
         assert torch.equal(params["head"], params["embed"])
-        for shards, tree_ in [
-            ([state.flat for state in states], params),
-            *(([state.flat_opt[name] for state in states], opt[name]) for name in opt),
+        for shards, cut, tree_ in [
+            ([state.flat for state in states], held, params),
+            *(([state.flat_opt[name] for state in states], own, opt[name]) for name in opt),
         ]:
-            whole, flat = join(plan, shards, "", []), tree.flatten(tree_)
+            whole, flat = join(plan, shards, cut, "", []), tree.flatten(tree_)
             assert {plan.aliases.get(path, path) for path in flat} == set(whole)
             for path, leaf in flat.items():
                 assert torch.equal(leaf, whole[plan.aliases.get(path, path)]), path
