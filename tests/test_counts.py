@@ -22,7 +22,7 @@ FORWARD, BACKWARD = "forward", "backward"
 #
 # ALL_REDUCE. Entering split compute (column) is free forward and one all-reduce of the input gradient backward; leaving
 # it (row, embedding) is one all-reduce forward and free backward. A block enters and leaves twice (attention, MLP; q, k
-# and v enter together, as do gate and up); the embedding leaves, the head enters; the loss takes a maximum and a sum.
+# and v enter together, as do gate and up); the embedding leaves, the head enters, and its losses take a maximum and a sum.
 #
 # REDUCE_SCATTER. Entering is an all-gather, and backward its transpose; leaving is a reduce-scatter, and backward its
 # transpose.
@@ -30,8 +30,7 @@ LAYERS = {
     "ALL_REDUCE": {
         "embed": {(FORWARD, "all_reduce"): 1},
         "block": {(FORWARD, "all_reduce"): 2, (BACKWARD, "all_reduce"): 2},
-        "head": {(BACKWARD, "all_reduce"): 1},
-        "loss": {(FORWARD, "all_reduce"): 2},
+        "head": {(FORWARD, "all_reduce"): 2, (BACKWARD, "all_reduce"): 1},
     },
     "REDUCE_SCATTER": {
         "embed": {(FORWARD, "reduce_scatter"): 1, (BACKWARD, "all_gather"): 1},
@@ -41,8 +40,7 @@ LAYERS = {
             (BACKWARD, "reduce_scatter"): 2,
             (BACKWARD, "all_gather"): 2,
         },
-        "head": {(FORWARD, "all_gather"): 1, (BACKWARD, "reduce_scatter"): 1},
-        "loss": {(FORWARD, "all_reduce"): 2},
+        "head": {(FORWARD, "all_gather"): 1, (FORWARD, "all_reduce"): 2, (BACKWARD, "reduce_scatter"): 1},
     },
 }
 
@@ -53,7 +51,7 @@ def formula(plan, rank):
     calls = Counter()
     if mesh.tp > 1:
         for layer in plan.layers_on(coords.pp):
-            for (phase, kind), n in LAYERS[plan.mode.value][layer.name.rstrip("0123456789")].items():
+            for (phase, kind), n in LAYERS[plan.mode.value].get(layer.name.rstrip("0123456789"), {}).items():
                 calls[phase, "tp", kind] += n * m
     if coords.pp > 0:
         calls[FORWARD, "pp", "recv"] += m

@@ -96,7 +96,7 @@ def gpt(
         return x + nn.dropout(mlp(p["mlp"], normed(p["norm2"], x, par), par), dropout, par, "mlp")
 
     def head(p: Params, x: Tensor, par: Par) -> Tensor:
-        return parts.logits(p["head"], normed(p["norm"], x, par), par)
+        return parts.token_losses(p["head"], normed(p["norm"], x, par), par, vocab=vocab)
 
     params = {
         "embed": linear("vocab embed", (vocab, d_model), init_std),
@@ -112,6 +112,6 @@ def gpt(
             *((f"block{i}", f"blocks.{i}", block) for i in range(n_layers)),
             ("head", ["norm", "head"], head),
         ],
-        parts.token_loss(vocab),
+        parts.summed,
         parts.token_batch(vocab, seq_len),
     )

@@ -84,7 +84,7 @@ def llama(
         return x + nn.dropout(swiglu_mlp(p["mlp"], normed(p["norm2"], x, par), par), dropout, par, "mlp")
 
     def head(p: Params, x: Tensor, par: Par) -> Tensor:
-        return parts.logits(p["head"], normed(p["norm"], x, par), par)
+        return parts.token_losses(p["head"], normed(p["norm"], x, par), par, vocab=vocab)
 
     params = {
         "embed": linear("vocab embed", (vocab, d_model), init_std),
@@ -99,6 +99,6 @@ def llama(
             *((f"block{i}", f"blocks.{i}", block) for i in range(n_layers)),
             ("head", ["norm", "head"], head),
         ],
-        parts.token_loss(vocab),
+        parts.summed,
         parts.token_batch(vocab, seq_len),
     )

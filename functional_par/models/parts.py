@@ -11,7 +11,7 @@ from torch import Tensor
 from functional_par import init
 from functional_par.errors import ModelError
 from functional_par.model import Input
-from functional_par.nn import attention, column_linear, cross_entropy, rotary, row_linear
+from functional_par.nn import attention, column_linear, linear_cross_entropy, rotary, row_linear
 from functional_par.par import Par
 from functional_par.spec import Param
 
@@ -80,20 +80,14 @@ def self_attention(
     return row_linear(y, params["out"]["weight"], par, params["out"].get("bias"), n_in=2)
 
 
-def logits(params: Params, x: Tensor, par: Par) -> Tensor:
-    """[batch, seq, embed] -> [batch, seq, vocab], the vocabulary split over tp."""
-    return column_linear(x, params["weight"], par)
+def token_losses(params: Params, x: Tensor, par: Par, *, vocab: int) -> Tensor:
+    """The loss of each position, zero where the label is ignored. [batch, seq, embed] -> [batch, seq]"""
+    return linear_cross_entropy(x, params["weight"], par.batch["labels"], par, vocab=vocab, ignore_index=IGNORED)
 
 
-def token_loss(vocab: int) -> Any:
-    """The loss function of a language model: cross-entropy summed over the labels that are not ignored."""
-
-    def loss(params: Params, x: Tensor, par: Par) -> tuple[Tensor, Tensor]:
-        labels = par.batch["labels"]
-        losses = cross_entropy(x, labels, par, vocab=vocab, ignore_index=IGNORED)
-        return losses.sum(), (labels != IGNORED).sum()
-
-    return loss
+def summed(params: Params, losses: Tensor, par: Par) -> tuple[Tensor, Tensor]:
+    """The loss function of a language model, whose head gives the loss of each position."""
+    return losses.sum(), (par.batch["labels"] != IGNORED).sum()
 
 
 def token_batch(vocab: int, seq_len: int) -> dict[str, Input]:

@@ -5,6 +5,7 @@ from functional_par.nn.cross_entropy import cross_entropy
 from functional_par.nn.dropout import dropout
 from functional_par.nn.embedding import embedding
 from functional_par.nn.linear import column_linear, row_linear
+from functional_par.nn.linear_cross_entropy import linear_cross_entropy
 from functional_par.nn.mlp import gelu_mlp, swiglu_mlp
 from functional_par.nn.norm import layer_norm, rms_norm
 from functional_par.nn.rotary import rotary
@@ -18,6 +19,7 @@ __all__ = [
     "embedding",
     "gelu_mlp",
     "layer_norm",
+    "linear_cross_entropy",
     "rms_norm",
     "rotary",
     "row_linear",

@@ -62,10 +62,10 @@ def _definition(logits: Tensor, labels: Tensor, par: Par, vocab: int, ignore_ind
     target = shifted.gather(-1, torch.where(mine, local, 0).unsqueeze(-1)).squeeze(-1)
     parts = torch.stack([shifted.exp().sum(-1), torch.where(mine, target, 0)])
     total, target = par.psum(parts, "tp").unbind()
-    return _hide(total.log() - target, labels, vocab, ignore_index)
+    return hide(total.log() - target, labels, vocab, ignore_index)
 
 
-def _hide(loss: Tensor, labels: Tensor, vocab: int, ignore_index: int) -> Tensor:
+def hide(loss: Tensor, labels: Tensor, vocab: int, ignore_index: int) -> Tensor:
     """Zero where the label is ignored, not a number where it is out of range."""
     ignored = labels == ignore_index
     outside = ((labels < 0) | (labels >= vocab)) & ~ignored
@@ -106,7 +106,7 @@ class _CrossEntropy(Kernel):
         target = (target - top).masked_fill_(~mine, 0.0)
         parts = torch.stack([sums * factor, target])
         total, target = split.group.start(AllReduce(), parts, donate=True).wait().unbind()
-        loss = _hide(total.log() - target, labels, split.vocab, split.ignore_index)
+        loss = hide(total.log() - target, labels, split.vocab, split.ignore_index)
         scale = factor.div_(total).masked_fill_(labels == split.ignore_index, 0.0)
         hit = torch.where(mine & (labels != split.ignore_index), local, -1)
         return loss, exps, scale, hit

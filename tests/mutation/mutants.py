@@ -187,6 +187,27 @@ MUTANTS = (
         LAYERS,
     ),
     Mutant(
+        "the head: the maximum is not shared by the ranks",
+        "nn/linear_cross_entropy.py",
+        'top = group.start(AllReduce("max"), peak).wait()',
+        "top = peak",
+        LAYERS,
+    ),
+    Mutant(
+        "the head: the logits of padding stand where its exponentials belong",
+        "nn/linear_cross_entropy.py",
+        "        logits[:, valid:].zero_()\n",
+        "",
+        ("tests/nn/test_linear_cross_entropy.py",),
+    ),
+    Mutant(
+        "the head: what a plain backward may need again is overwritten",
+        "nn/linear_cross_entropy.py",
+        "slope.block(at, in_place=False)",
+        "slope.block(at, in_place=True)",
+        ("tests/nn/test_linear_cross_entropy.py",),
+    ),
+    Mutant(
         "positions start at zero in every window of the sequence",
         "nn/stream.py",
         'tuple(length * i for i in range(par.size("tp")))',

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 import functional_par as fp
 from functional_par import Mesh
+from functional_par.capture import Capture
 from functional_par.nn import (
     attention,
     column_linear,
@@ -25,6 +26,7 @@ from functional_par.nn import (
     embedding,
     gelu_mlp,
     layer_norm,
+    linear_cross_entropy,
     rms_norm,
     row_linear,
     sequence_window,
@@ -39,8 +41,9 @@ from .inner import close
 
 WAYS = [
     {"fast": False, "async_comm": False, "engine": "tape"},
-    {"fast": True, "async_comm": False, "engine": "func"},
     {"fast": True, "async_comm": True, "engine": "tape"},
+    {"fast": True, "async_comm": False, "engine": "tape", "captured": True},
+    {"fast": True, "async_comm": True, "engine": "func", "captured": True},
 ]
 
 
@@ -157,6 +160,23 @@ def entropy(s):
     )
 
 
+def head(s):
+    """The same from the stream on, with a weight in which rows may be padding."""
+    vocab = s.rng.randint(1, 9)
+    labels = s.numbers(s.rng.choice([[-100, *range(vocab)]] * 3 + [[-100]]))
+
+    def plain(x, w):
+        flat = F.cross_entropy(F.linear(x, w).flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100)
+        return flat.view(labels.shape)
+
+    return Case(
+        lambda par, x, w: linear_cross_entropy(x, w, labels, par, vocab=vocab),
+        plain,
+        [s.x, ((vocab, s.embed), cut(0))],
+        [always(Same())],
+    )
+
+
 def norms(s):
     """On the stream, whose windows share the weights."""
 
@@ -236,7 +256,7 @@ def positions(s):
     )
 
 
-FUNCTIONS = [column, row, look_up, entropy, norms, heads, gelu, swiglu, positions]
+FUNCTIONS = [column, row, look_up, entropy, head, norms, heads, gelu, swiglu, positions]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -274,6 +294,44 @@ def one_way(case, world, mode, way, wholes, expected):
     local = [place(mode).put(x, rank, tp) for x, (_, place) in zip(wholes, case.inputs, strict=True)]
     before = [x.clone() for x in local]
     cts = [place(mode).put(ct, rank, tp) for ct, place in zip(cotangents(expected), case.outputs, strict=True)]
-    found = vjp(lambda *primals: case.split(par, *primals), local, lambda _: cts, way["engine"])
+    if way.get("captured"):
+        found = captured(case.split, par, local, lambda _: cts, way["engine"])
+    else:
+        found = vjp(lambda *primals: case.split(par, *primals), local, lambda _: cts, way["engine"])
     assert all(torch.equal(x, y) for x, y in zip(local, before, strict=True)), "an input was modified"
     return found
+
+
+class Sum:
+    """Adds up gradients by the place of the input."""
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self.grads = {str(i): torch.full_like(x, torch.nan) for i, x in enumerate(like)}
+        self.empty = set(self.grads)
+
+    def add(self, grads: Mapping[str, Tensor]) -> None:
+        for path, grad in grads.items():
+            buffer, first = self.buffer(path)
+            buffer.copy_(grad) if first else buffer.add_(grad)
+
+    def buffer(self, path: str) -> tuple[Tensor, bool]:
+        first = path in self.empty
+        self.empty.discard(path)
+        return self.grads[path], first
+
+
+def captured(function, par, local, cts, engine):
+    """As the step runs a layer: all inputs but the first, if there are others, are leaves of the model."""
+    n = min(len(local) - 1, 1)
+    capture, gradients = Capture({str(i): x for i, x in enumerate(local) if i >= n}), Sum(local)
+    inside = par.within("layer", capture)
+
+    def layer(*primals):
+        given = capture.watched(primals[-1])
+        with capture.forward(given, primals[-1]):
+            return function(inside, *primals[:n], *given.values())
+
+    with capture.backward(gradients, None):
+        outputs, pulled = vjp(layer, [*local[:n], torch.zeros((), dtype=torch.float64)], cts, engine)
+    gradients.add({**{str(i): pulled[i] for i in range(n)}, **capture.ordinary})
+    return outputs, [torch.zeros_like(x) if i in gradients.empty else x for i, x in gradients.grads.items()]
