@@ -138,6 +138,7 @@ def program(sections: Sections, batch: Batch, source: str) -> Program:
     """The network under the transforms that the sections ask for."""
     from functional_par.program import compose
     from functional_par.transforms import dp_reduce, shard_tp, stage_pp, tie
+    from functional_par.transforms.dp_reduce import BUCKET_MB
 
     p = sections.parallelism
     if p.cp > 1:
@@ -151,7 +152,7 @@ def program(sections: Sections, batch: Batch, source: str) -> Program:
             chunks=p.pp_chunks,
             memory=_memory(sections, batch, source),
         ),
-        dp_reduce(),
+        dp_reduce(zero=sections.optimizer.zero_stage, bucket_mb=p.gradient_bucket_mb or BUCKET_MB),
     ]
     if sections.model.tie:
         transforms.insert(0, tie(*TIED))

@@ -48,6 +48,12 @@ FLAGS = (
     Flag("--microbatches", "tokens.microbatches", int, "microbatches a replica and step"),
     Flag("--micro-batch-size", "tokens.micro_batch_size", int, "sequences a microbatch and replica"),
     Flag("--lr", "optimizer.learning_rate_scheduler.learning_rate", float, "peak learning rate"),
+    Flag(
+        "--zero",
+        "optimizer.zero_stage",
+        int,
+        "share out over dp and ep: 1 optimizer state, 2 gradients too, 3 parameters too",
+    ),
     Flag("--clip", "optimizer.clip_grad", float, "largest gradient norm"),
     Flag("--dtype", "model.dtype", str, "float32, float64 (for proofs) or bfloat16"),
     Flag("--tie", "model.tie", bool, "tie the head to the embedding"),

@@ -60,6 +60,8 @@ class Parallelism:
             ``["embed block0-1", "block2 head"]``; null cuts by cost. Used when pp > 1.
         stage_memory_gb: gigabytes that a rank has for its stages: parameters, gradients, optimizer state, activations. Layers
             are cut so that they fit, or there is an error. Used when pp > 1.
+        gradient_bucket_mb: most MiB of float32 gradients that are summed in one collective, which starts while earlier layers
+            are in their backward; null is 48. Not used with ``optimizer.zero_stage`` 2 and 3, which sum layer by layer.
     """
 
     dp: int = _ranks()
@@ -81,6 +83,7 @@ class Parallelism:
     recompute_layer: bool = key(False, available=(False,), why="layers cannot be recomputed")
     stage_layers: tuple[int | str, ...] | None = _layers(None)
     stage_memory_gb: float | None = key(None, above=0)
+    gradient_bucket_mb: float | None = key(None, above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +160,8 @@ class Optimizer:
         decay. adamW only.
     clip_grad: largest global gradient norm; null does not clip.
     accumulate_grad_in_fp32: accepted; gradients are always accumulated in float32 or better.
-    zero_stage: what the data-parallel ranks share out.
+    zero_stage: what the ranks along dp and ep share out instead of keeping copies: 0 nothing, 1 this optimizer's state, 2
+        gradients too, 3 parameters too. Results are the same up to the order of sums.
     """
 
     optimizer_factory: OptimizerFactory = field(default_factory=OptimizerFactory)
@@ -166,7 +170,7 @@ class Optimizer:
     weight_decay_exclude_named_params: tuple[str, ...] | None = key(None)
     clip_grad: float | None = key(None, above=0)
     accumulate_grad_in_fp32: bool = key(True)
-    zero_stage: int = key(0, choices=(0, 1, 2, 3), available=(0,), why="ZeRO does not partition optimizer states")
+    zero_stage: int = key(0, choices=(0, 1, 2, 3))
 
 
 @dataclass(frozen=True, kw_only=True)

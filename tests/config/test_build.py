@@ -36,6 +36,14 @@ def test_a_program_has_the_layout_of_the_file():
     assert plan.specs["embed.weight"].owners == (0, 1)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_what_ranks_share_out_and_the_size_of_buckets_reach_the_plan(zero):
+    given = config(optimizer={"zero_stage": zero}, parallelism={"dp": 2, "gradient_bucket_mb": 3.5})
+    plan = given.program().plan(given.mesh())
+    assert (plan.zero, plan.bucket_mb) == (zero, 3.5)
+    assert config().program().plan(fp.Mesh()).bucket_mb == 48.0
+
+
 @pytest.mark.parametrize(
     ("name", "schedule", "stages"),
     [

@@ -49,6 +49,7 @@ CASES = {
     "--microbatches": ("3", 3),
     "--micro-batch-size": ("5", 5),
     "--lr": ("1e-2", 1e-2),
+    "--zero": ("2", 2),
     "--clip": ("0.5", 0.5),
     "--dtype": ("float64", "float64"),
     "--tie": (None, True),

@@ -156,7 +156,6 @@ def test_a_wrong_value_is_named_with_what_was_expected(path, value, message):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("optimizer.zero_stage", 1, r"1 is not available yet: ZeRO .*\. Set it to 0\."),
         ("parallelism.recompute_layer", True, r"true is not available yet: .*\. Set it to false\."),
         ("tokens.val_check_interval", 10, r"10 is not available yet: .*\. Set it to -1\."),
     ],
