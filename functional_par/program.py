@@ -102,6 +102,8 @@ class Program:
             donate: the step consumes the state it is given and reuses its memory; using that state again raises.
             dtype: of the parameters and activations. Gradients are accumulated in float32, or float64 for float64.
             engine: ``"func"`` differentiates with torch.func.vjp, ``"tape"`` with torch.autograd.grad; same numbers.
+                ``"compile"`` compiles each layer function with torch.compile (``"compile:aot_eager"`` and so on for another
+                backend than inductor): other rounding, and minutes at the first step.
             poison: for finding bugs: memory that is used again is filled with NaN in between, so that a value which is read
                 before it is there spoils the loss. Right programs give the same bits with it.
         """

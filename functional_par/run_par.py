@@ -33,6 +33,7 @@ class RunPar(Par):
         layer: name of the running layer.
         first_row: index within the global batch of the first row of ``batch``.
         capture: what the running layer's kernels capture.
+        calls: the functions that run the collectives, ``comm.collectives`` or what stands in for it.
     """
 
     groups: Mapping[tuple[str, ...], Group] = field(default_factory=dict)
@@ -45,6 +46,7 @@ class RunPar(Par):
     layer: str = field(default="", kw_only=True)
     first_row: int = field(default=0, kw_only=True)
     capture: Capture | None = field(default=None, kw_only=True)
+    calls: Any = field(default=collectives, kw_only=True, repr=False)
 
     def with_batch(self, batch: Mapping[str, Tensor], first_row: int = 0) -> RunPar:
         """The same, about another microbatch."""
@@ -87,38 +89,38 @@ class RunPar(Par):
 
     def psum(self, x: Tensor, *axes: str) -> Tensor:
         group = self._merged(axes)
-        return x if group.size == 1 else collectives.psum(x, group)
+        return x if group.size == 1 else self.calls.psum(x, group)
 
     def pmax(self, x: Tensor, *axes: str) -> Tensor:
         group = self._merged(axes)
-        return x.detach() if group.size == 1 else collectives.pmax(x, group)
+        return x.detach() if group.size == 1 else self.calls.pmax(x, group)
 
     def pvary(self, x: Tensor, *axes: str) -> Tensor:
         group = self._merged(axes)
-        return x if group.size == 1 else collectives.pvary(x, group)
+        return x if group.size == 1 else self.calls.pvary(x, group)
 
     def all_gather(self, x: Tensor, axis: str, dim: int, to: Literal["varying", "replicated"] = "varying") -> Tensor:
         group = self.group(axis)
-        return x if group.size == 1 else collectives.all_gather(x, group, dim, to)
+        return x if group.size == 1 else self.calls.all_gather(x, group, dim, to)
 
     def slice(self, x: Tensor, axis: str, dim: int) -> Tensor:
         group = self.group(axis)
-        return x if group.size == 1 else collectives.slice(x, group, dim)
+        return x if group.size == 1 else self.calls.slice(x, group, dim)
 
     def take(self, x: Tensor, axis: str, dim: int, starts: tuple[int, ...], length: int) -> Tensor:
-        return collectives.take(x, self.group(axis), dim, starts, length)
+        return self.calls.take(x, self.group(axis), dim, starts, length)
 
     def reduce_scatter(self, x: Tensor, axis: str, dim: int) -> Tensor:
         group = self.group(axis)
-        return x if group.size == 1 else collectives.reduce_scatter(x, group, dim)
+        return x if group.size == 1 else self.calls.reduce_scatter(x, group, dim)
 
     def all_to_all(self, x: Tensor, axis: str, split: int, concat: int) -> Tensor:
         group = self.group(axis)
-        return x if group.size == 1 else collectives.all_to_all(x, group, split, concat)
+        return x if group.size == 1 else self.calls.all_to_all(x, group, split, concat)
 
     def ppermute(self, x: Tensor, axis: str, to: tuple[int, ...]) -> Tensor:
         group = self.group(axis)
-        return x if group.size == 1 else collectives.ppermute(x, group, to)
+        return x if group.size == 1 else self.calls.ppermute(x, group, to)
 
     def kernel(self, definition: F, fast: F) -> F:
         return fast if self.fast else definition

@@ -80,7 +80,11 @@ _ENGINES: dict[str, Any] = {"func": func_vjp, "tape": tape_vjp}
 
 
 def engine(name: str) -> Engine:
-    """The engine of that name: ``"func"`` or ``"tape"``."""
+    """The engine of that name: ``"func"``, ``"tape"``, or ``"compile"``, see ``functional_par.pipeline.compiled``."""
+    if isinstance(name, str) and name.partition(":")[0] == "compile":
+        from functional_par.pipeline.compiled import compiler  # which imports a compiler
+
+        return compiler(name)
     if name not in _ENGINES:
-        raise ParallelError(f"engine {name!r}: it is one of {', '.join(_ENGINES)}.")
+        raise ParallelError(f"engine {name!r}: it is one of {', '.join(_ENGINES)}, compile.")
     return _ENGINES[name]

@@ -17,6 +17,7 @@ from functional_par.capture import Capture
 from functional_par.errors import ModelError
 from functional_par.model import LOSS, Layer
 from functional_par.pipeline.back import Again, Back, Backward, Uses
+from functional_par.pipeline.compiled import Compiler
 from functional_par.pipeline.products import NONE, SELECTIVE, Products
 from functional_par.pipeline.routes import routes
 from functional_par.plan import Plan
@@ -81,6 +82,8 @@ class Call:
     def _run(
         self, engine: Engine, leaves: Mapping[str, Tensor], par: RunPar, x: Sequence[Tensor]
     ) -> tuple[list[Tensor], Back]:
+        if isinstance(engine, Compiler):
+            return self._run_compiled(engine, leaves, par, x)
         capture, hidden = Capture({path: leaves[path] for path in self.trainable}), self.uses.hidden
         names = () if hidden is None else tuple(path for path in self.trainable if path not in hidden)
         n, kept = len(names), {path: leaves[path] for path in self.layer.paths}
@@ -108,6 +111,24 @@ class Call:
             outputs, aux, pull = engine(function, *primals)
         learning = self.uses if hidden is None else None
         return _join(self.after.differentiable, outputs, aux), Back(names, inputs, self.shared, pull, capture, learning)
+
+    def _run_compiled(
+        self, engine: Compiler, leaves: Mapping[str, Tensor], par: RunPar, x: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Back]:
+        """The same with the layer's compiled function, of which nothing is captured."""
+        names, n = self.trainable, len(self.trainable)
+        frozen, compiled = {path: leaves[path] for path in self.frozen}, engine.layer(self.layer.fn, par)
+
+        def function(*primals: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            own = dict(zip(names, primals, strict=False))
+            inputs = pytree.tree_unflatten(_weave(self.before.differentiable, primals[n:], x), self.before.structure)
+            return self._split(compiled(self.layer.select(frozen | own), inputs, dict(par.batch)))
+
+        primals = [leaves[path] for path in names]
+        primals += [leaf for leaf, grad in zip(x, self.before.differentiable, strict=True) if grad]
+        outputs, aux, pull = engine(function, *primals)
+        back = Back(names, len(primals) - n, self.shared, pull, Capture({}), None)
+        return _join(self.after.differentiable, outputs, aux), back
 
     def _split(self, y: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Separate the outputs that carry a cotangent from those that do not, checking what the trace promised."""
