@@ -13,7 +13,8 @@ from functional_par.report import exit_code, prepare, progress, say, traced
 
 def train(world, config, program, corpus):
     """What every rank does; all return the same metrics, one record a step."""
-    step = program.step(world, config.optimizer(), clip=config.clip, donate=True, dtype=config.dtype)
+    how = {"clip": config.clip, "dtype": config.dtype, "engine": config.engine, "donate": True}
+    step = program.step(world, config.optimizer(), **how)
     state = step.init(config.seed)
     batches = fp.data.batches(
         corpus, batch_size=config.global_batch_size, seq_len=config.seq_len, seed=config.data_seed, steps=config.steps

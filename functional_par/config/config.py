@@ -149,6 +149,11 @@ class Config:
         return self.sections.optimizer.clip_grad
 
     @property
+    def engine(self) -> str:
+        """How layers are differentiated, as ``program.step`` takes it."""
+        return self.sections.general.engine
+
+    @property
     def dtype(self) -> torch.dtype:
         """Of parameters and activations."""
         return build.DTYPES[self.sections.model.dtype]

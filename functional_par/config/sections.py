@@ -36,9 +36,12 @@ def _size(default: Any = MISSING, low: int = 1) -> Any:
 class General:
     """Attributes:
     seed: initial values (and the order of the data, unless ``data.seed`` is given) are functions of it.
+    engine: how layers are differentiated: ``func`` by torch.func.vjp; ``tape`` by torch.autograd.grad, the same bits, a little
+        faster where layers are small; ``compile`` by torch.compile, which takes minutes at the first step.
     """
 
     seed: int = key(0, low=0, high=LARGEST_SEED)
+    engine: str = key("func", choices=("func", "tape", "compile"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ def test_a_file_says_what_runs(path):
     assert config.mesh().size == 8
     assert (config.global_batch_size, config.microbatches, config.batch.micro_size) == (8, 2, 2)
     assert (config.seq_len, config.steps, config.seed, config.data_seed) == (8, 20, 5, 5)
-    assert (config.clip, config.dtype) == (1.0, torch.float64)
+    assert (config.clip, config.dtype, config.engine) == (1.0, torch.float64, "func")
     assert config.source == str(path)
 
 

@@ -51,6 +51,7 @@ CASES = {
     "--lr": ("1e-2", 1e-2),
     "--zero": ("2", 2),
     "--clip": ("0.5", 0.5),
+    "--engine": ("tape", "tape"),
     "--dtype": ("float64", "float64"),
     "--tie": (None, True),
     "--seed": ("11", 11),
