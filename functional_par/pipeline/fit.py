@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 from functional_par.errors import CompositionError
 from functional_par.model import LOSS
-from functional_par.pipeline.memory import MemoryBound, held_bytes, live_microbatches, rank_memory
+from functional_par.pipeline.memory import MemoryBound, held_bytes, live_microbatches, passing_bytes, rank_memory
 from functional_par.pipeline.split import Need, best_split, gigabytes
 from functional_par.pipeline.told import fields_of
 from functional_par.plan import Plan
@@ -67,6 +67,7 @@ def _need(plan: Plan, bound: MemoryBound) -> Need:
             single[leaf.readers[0]] += leaf.size
     tied = [leaf for leaf in leaves if len(leaf.readers) > 1]
     saved, held = [0, *accumulate(kept)], [0, *accumulate(single)]
+    passing = passing_bytes(plan, range(len(plan.stages)), bound.dtype)
     live, where = live_microbatches(plan.timetable), plan.placement
 
     def need(stage: int, start: int, end: int) -> int:
@@ -76,7 +77,7 @@ def _need(plan: Plan, bound: MemoryBound) -> Need:
             for leaf in tied
             if any(start <= at < end for at in leaf.readers) and not (again and leaf.readers[0] == 0)
         )
-        return held[end] - held[start] + shared + live[stage] * (saved[end] - saved[start])
+        return held[end] - held[start] + shared + live[stage] * (saved[end] - saved[start]) + passing
 
     return need
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from functional_par.optim.base import Optimizer, slot_dtype
 from functional_par.pipeline.live import peaks
 from functional_par.pipeline.schedule import Schedule
 from functional_par.pipeline.told import SLOTS, fields_of
+from functional_par.zero.memory import held_elements, passing_elements
 
 if TYPE_CHECKING:
     from functional_par.plan import Fields, Plan
@@ -64,6 +64,7 @@ class Memory:
         saved: what its layers keep for the backward of one microbatch.
         live: microbatches whose forward has run and whose backward has not ended, at most.
         activations: what is kept at most at a time.
+        passing: what is gathered of parameters and not yet reduced of gradients at most at a time, with ``zero`` 2 and 3.
     """
 
     parameters: int
@@ -72,10 +73,11 @@ class Memory:
     saved: int
     live: int
     activations: int
+    passing: int = 0
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.state + self.activations
+        return self.parameters + self.gradients + self.state + self.activations + self.passing
 
 
 def stage_memory(
@@ -102,7 +104,8 @@ def stage_memory(
     result = []
     for stage, live in enumerate(peaks):
         own = sum(kept[layer.name] for layer in plan.stage_layers(stage))
-        result.append(Memory(*held_bytes(plan, plan.stage_leaves(stage), dtype, slots), own, live, own * live))
+        held = held_bytes(plan, plan.stage_leaves(stage), dtype, slots)
+        result.append(Memory(*held, own, live, own * live, passing_bytes(plan, [stage], dtype)))
     return tuple(result)
 
 
@@ -121,20 +124,22 @@ def rank_memory(
     result = []
     for pp in range(plan.mesh.pp):
         mine = sum(own[stage] for stage in plan.stages_on(pp))
-        result.append(Memory(*held_bytes(plan, plan.held(pp), dtype, slots), mine, lives[pp], most[pp]))
+        held = held_bytes(plan, plan.held(pp), dtype, slots)
+        result.append(Memory(*held, mine, lives[pp], most[pp], passing_bytes(plan, plan.stages_on(pp), dtype)))
     return tuple(result)
 
 
 def held_bytes(plan: Plan, paths: Iterable[str], dtype: torch.dtype, slots: int) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state of some leaves on one rank."""
-    held, trained = 0, 0
-    for path in paths:
-        spec = plan.specs[path]
-        elements = prod(spec.local_shape(plan.mesh))
-        held += elements
-        trained += elements if spec.trainable else 0
+    held, trained, moved = held_elements(plan, paths)
     wide = slot_dtype(dtype).itemsize
-    return held * dtype.itemsize, trained * wide, trained * wide * slots
+    return held * dtype.itemsize, trained * wide, moved * wide * slots
+
+
+def passing_bytes(plan: Plan, stages: Iterable[int], dtype: torch.dtype) -> int:
+    """Bytes of parameters that are gathered, and of gradients that are not yet reduced, at most at a time."""
+    gathered, waiting = passing_elements(plan, (layer.name for s in stages for layer in plan.stage_layers(s)))
+    return gathered * dtype.itemsize + waiting * slot_dtype(dtype).itemsize
 
 
 def live_microbatches(schedule: Schedule) -> tuple[int, ...]:

@@ -21,6 +21,14 @@ BYTES = 4
 """Bytes of one gradient element: gradients are accumulated and reduced in float32 (float64 runs double this)."""
 
 
+ZERO = {
+    1: "each keeps and moves the optimizer's state of its slices; parameters are gathered after each bucket's update",
+    2: "each keeps gradients and optimizer state of its slices; what a layer adds for a microbatch is reduced at once",
+    3: "each keeps slices of all; parameters are gathered for a layer at a time, for its forward and for its backward",
+}
+"""What the ranks along the data axes share out."""
+
+
 @dataclass(frozen=True)
 class Explanation:
     """A plan in words. ``print`` it.
@@ -70,6 +78,7 @@ def _header(plan: Plan) -> str:
         lines.append(
             f"batch             split in {plan.replicas} over {'+'.join(split)}; gradients are sums over all rows"
         )
+        lines += [f"zero={plan.zero}            {ZERO[plan.zero]}"] if plan.zero else []
     for first in sorted(set(plan.aliases.values())):
         names = [alias for alias, canonical in plan.aliases.items() if canonical == first]
         lines.append(f"tied              {first} = {' = '.join(names)}")
@@ -82,7 +91,7 @@ def _header(plan: Plan) -> str:
 def _leaves(plan: Plan) -> str:
     notes: dict[str, int] = {}
     owed = [bucket for pp in range(plan.mesh.pp) for bucket in buckets(plan, plan.mesh.rank(pp=pp))]
-    labels = {path: bucket.label for bucket in owed for path in bucket.paths}
+    paid = {path: list(_reduced(plan, bucket, path)) for bucket in owed for path in bucket.paths}
     rows: dict[tuple[str, ...], list[str]] = {}
     for path, spec in plan.specs.items():
         columns = (
@@ -90,7 +99,7 @@ def _leaves(plan: Plan) -> str:
             " ".join(map(str, spec.local_shape(plan.mesh))),
             " ".join(map(str, plan.readers[path])),
             " ".join(_owed(plan, spec, notes)) or ("nothing" if spec.trainable else "frozen"),
-            "; ".join([*_own_payers(plan, spec), *_collective(plan, spec, labels.get(path, ""))]) or "-",
+            "; ".join([*_own_payers(plan, spec), *paid.get(path, ())]) or "-",
         )
         rows.setdefault(columns, []).append(path)
     head = ("leaf", "spec", "local shape", "stages", "owes [why]", "paid by, bytes")
@@ -120,22 +129,38 @@ def _own_payers(plan: Plan, spec: Spec) -> Iterable[str]:
     return (f"{payer} {'+'.join(axes)}" for payer, axes in paid.items())
 
 
-def _collective(plan: Plan, spec: Spec, label: str) -> Iterable[str]:
-    """The step's own reduction, if there is one."""
-    if label not in ("", "none"):
-        yield f"all_reduce {label}, {size(prod(spec.local_shape(plan.mesh)) * BYTES)}"
+def _reduced(plan: Plan, bucket: Bucket, path: str) -> Iterable[str]:
+    """The step's own reduction of a leaf, if there is one."""
+    if len(bucket.ranks) > 1:
+        yield f"{_kind(bucket)} {bucket.label}, {size(prod(plan.specs[path].local_shape(plan.mesh)) * BYTES)}"
+    start = next(start for other, _, start in bucket.places() if other == path)
+    for rest in bucket.rest:
+        if rest.start <= start < rest.stop:
+            yield f"then all_reduce {'+'.join(rest.axes)} of the slice"
+
+
+def _kind(bucket: Bucket) -> str:
+    return "reduce_scatter" if bucket.sliced else "all_reduce"
 
 
 def _buckets(plan: Plan) -> str:
-    merged: dict[tuple[str, tuple[str, ...]], list[Bucket]] = {}
+    """Where each layer has its own, buckets that differ in their leaves alone are counted in one row."""
+    found: dict[tuple[object, ...], dict[tuple[str, ...], list[Bucket]]] = {}
     for rank in range(plan.mesh.size):
         for bucket in buckets(plan, rank):
             if len(bucket.ranks) > 1 and bucket.ranks[0] == rank:
-                merged.setdefault((bucket.label, bucket.paths), []).append(bucket)
-    if not merged:
+                kind = bucket.label, len(bucket.paths), bucket.elements, () if plan.zero > 1 else bucket.paths
+                found.setdefault(kind, {}).setdefault(bucket.paths, []).append(bucket)
+    if not found:
         return "no gradient is reduced"
-    rows = [("gradient bucket", "leaves", "bytes", "one all_reduce a step in each group of ranks")]
-    for (label, paths), group in merged.items():
-        sets = "  ".join("{" + ranges(bucket.ranks) + "}" for bucket in group[:8]) + ("  ..." if len(group) > 8 else "")
-        rows.append((label, str(len(paths)), size(group[0].elements * BYTES), sets))
+    last = ["a rank's part", "groups of ranks"] if plan.zero else ["one all_reduce a step in each group of ranks"]
+    rows: list[tuple[str, ...]] = [("gradient bucket", "leaves", "bytes", *last)]
+    for alike in found.values():
+        first = next(iter(alike.values()))[0]
+        sets = list(dict.fromkeys(bucket.ranks for group in alike.values() for bucket in group))
+        shown = "  ".join("{" + ranges(ranks) + "}" for ranks in sets[:8]) + ("  ..." if len(sets) > 8 else "")
+        name = f"{_kind(first)} {first.label}" if plan.zero else first.label
+        name = f"{name}, {len(alike)} times" if len(alike) > 1 else name
+        part = [size(first.part * BYTES)] if plan.zero else []
+        rows.append((name, str(len(first.paths)), size(first.elements * BYTES), *part, shown))
     return table(rows)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from math import prod
 
 import torch
 
 from functional_par.errors import ConfigError
+from functional_par.pipeline.memory import held_bytes
 from functional_par.plan import Plan
+from functional_par.zero.memory import held_elements
 
 
 def check_memory(plan: Plan, dtype: torch.dtype, backend: str, available: int | None = None) -> None:
@@ -25,23 +26,22 @@ def check_memory(plan: Plan, dtype: torch.dtype, backend: str, available: int | 
     available = physical_memory() if available is None else available
     if available is None or backend == "nccl":
         return
-    each = dtype.itemsize + torch.promote_types(dtype, torch.float32).itemsize
-    held = [held_by(plan, pp) for pp in range(plan.mesh.pp)]
+    held = [sum(held_bytes(plan, plan.held(pp), dtype, 0)) for pp in range(plan.mesh.pp)]
     if backend == "threads":
-        ranks, numbers = plan.mesh.size, sum(held) * (plan.mesh.size // len(held))
+        ranks, needed = plan.mesh.size, sum(held) * (plan.mesh.size // len(held))
     else:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        numbers = min(held) * ranks
-    if numbers * each > available:
+        needed = min(held) * ranks
+    if needed > available:
         raise ConfigError(
-            f"model: parameters and gradients of {ranks} ranks take {numbers * each / 1e9:,.0f} GB, but this machine has "
+            f"model: parameters and gradients of {ranks} ranks take {needed / 1e9:,.0f} GB, but this machine has "
             f"{available / 1e9:,.0f} GB. Make model.d_model, model.n_layers or model.vocab smaller, or use more machines."
         )
 
 
 def held_by(plan: Plan, pp: int) -> int:
     """Elements of the parameters that each rank at a pp coordinate holds."""
-    return sum(prod(plan.specs[path].local_shape(plan.mesh)) for path in plan.held(pp))
+    return held_elements(plan, plan.held(pp)).parameters
 
 
 def physical_memory() -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 
 import torch
 
@@ -11,13 +10,14 @@ from functional_par.pipeline.memory import Memory, rank_memory, stage_memory
 from functional_par.pipeline.told import Told, fields_of
 from functional_par.plan import Fields, Plan
 from functional_par.report.text import collapse, fields, ranges, size, table
+from functional_par.zero.memory import held_elements
 
 
 def stages(plan: Plan) -> str:
     """A table with a row for each stage, and what its numbers are."""
     rows = [("stage", "layers", "parameters a rank", "work", "state", "activations", "ranks")]
     for stage, (names, memory) in enumerate(zip(plan.stages, stage_memory(plan, *_counted(plan)), strict=True)):
-        held = sum(prod(plan.specs[path].local_shape(plan.mesh)) for path in plan.stage_leaves(stage))
+        held = held_elements(plan, plan.stage_leaves(stage)).parameters
         ranks = [rank for rank in range(plan.mesh.size) if plan.mesh.coords(rank).pp == plan.placement[stage]]
         rows.append(
             (
@@ -55,6 +55,9 @@ def _legend(plan: Plan) -> str:
         f"state: {_state(told)}. activations: microbatches alive at a",
         f"time * what the layers keep for backward of one with {fields(told.batch)}; fast kernels keep less.",
     ]
+    if passing := max(memory.passing for memory in rank_memory(plan, *_counted(plan))):
+        what = "parameters that are gathered and gradients" if plan.zero == 3 else "gradients"
+        lines.append(f"In passing there are {what} that are not yet reduced, of two layers: at most {size(passing)} a rank.")
     if plan.told is None and any(None in given.shape[1:] for given in (plan.model.batch or {}).values()):
         lines.append("The model leaves sizes open, and these are made up: explain(mesh, batch=...) takes yours.")
     if len(plan.stages) > plan.mesh.pp:
