@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from functional_par.errors import ModelError
+from functional_par.errors import ModelError, ParallelError
 from functional_par.trace.rules import Rule
 
 
@@ -19,8 +19,11 @@ def apply(x: Tensor, rule: Rule) -> Tensor:
 class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, rule: Rule) -> Tensor:
-        with rule.typing.remembering():
+        try:
             return rule.run(x)
+        except ParallelError as error:
+            rule.typing.refused(error)
+            raise
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Rule], output: Tensor) -> None:

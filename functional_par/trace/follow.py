@@ -5,8 +5,7 @@ What it does not recognise it refuses: a tensor of unknown origin, a write to me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +14,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
-from torch.utils.weak import WeakIdKeyDictionary
 
 from functional_par.errors import MissingCollective, ModelError, ParallelError
-from functional_par.trace.place import Place, here
+from functional_par.trace import shapes
+from functional_par.trace.known import Known, marked_constant, memory_of
+from functional_par.trace.operation import Operation, operation, tensors, work
+from functional_par.trace.place import Place, Where, here
 from functional_par.trace.values import (
     CONSTANT,
     NONE,
@@ -36,17 +36,7 @@ from functional_par.trace.values import (
     union,
 )
 
-_SHAPE_ONLY = {
-    "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty",
-    "new_empty_strided",
-}  # fmt: skip
-
-_TOUCH = 8
-"""Floating-point operations that take about as long as reading and writing one element."""
-
 _META = torch.device("meta")
-
-_MARK = "_functional_par_constant"
 
 
 class Typing(TorchDispatchMode):
@@ -65,8 +55,8 @@ class Typing(TorchDispatchMode):
     def __init__(self, layer: str, location: str = "") -> None:
         super().__init__()
         self.layer, self.location = layer, location or f"layer {layer!r}"
-        self.values: Any = WeakIdKeyDictionary()
-        self.homes: Any = WeakIdKeyDictionary()
+        self.known = Known()
+        self.combined: dict[tuple[Value, ...], Value] = {}
         self.kept: dict[int, Tensor] = {}
         self.twins: dict[int, tuple[Tensor, Tensor]] = {}
         self.uses: list[Use] = []
@@ -76,14 +66,20 @@ class Typing(TorchDispatchMode):
         self.backward = False
         self.refusal: ParallelError | None = None
 
-    @contextmanager
-    def remembering(self) -> Iterator[None]:
-        """Keep the first refusal of what is done inside."""
-        try:
-            yield
-        except ParallelError as error:
-            self.refusal = self.refusal or error
-            raise
+    def forget(self) -> None:
+        """Let go of all tensors: their graphs lead back here, by ways that Python's collector does not see."""
+        self.known.forget()
+        self.kept.clear()
+        self.twins.clear()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing compiles while a layer is followed, and torch's guard against it costs more than a rule.
+        return False
+
+    def refused(self, error: ParallelError) -> None:
+        """Remember an error, of which the first counts."""
+        self.refusal = self.refusal or error
 
     def input(self, leaf: Abstract) -> Tensor:
         """A meta tensor that stands for an input of the layer, which the layer must not modify."""
@@ -91,23 +87,24 @@ class Typing(TorchDispatchMode):
         if leaf.value.grad:
             # Not a leaf of autograd, so that writing to it in place reaches the check that explains why not.
             x = x.requires_grad_().clone()
-        self._note(x, leaf.value)
+        self.known.note(x, leaf.value)
         self.keep(x)
         return x
 
     def keep(self, x: Tensor) -> None:
         """From here on modifying ``x`` in place is an error."""
-        self.kept[_memory(x)] = x
+        self.kept[memory_of(x)] = x
 
     def value(self, x: Tensor) -> Value:
         """What is known of a tensor; a tensor of another device, which the layer closes over, is a constant."""
-        x = self._twin(x)
+        if not x.is_meta:
+            x = self._twin(x)
         self.touched.add(id(x))
-        known = self.values.get(x)
+        known = self.known.value(x)
         if known is None:
             known = self._introduce(x)
-            self._note(x, known)
-        elif self.homes[x] != _memory(x):
+            self.known.note(x, known)
+        elif self.known.home(x) != memory_of(x):
             raise ModelError(f"{self.where()}: a tensor was given other memory (x.data = y). Use a new name for y.")
         return known
 
@@ -117,52 +114,71 @@ class Typing(TorchDispatchMode):
 
     def emit(self, shape: Iterable[int], like: Tensor, value: Value) -> Tensor:
         """A new meta tensor with a value of its own."""
-        out = torch.empty(tuple(shape), dtype=like.dtype, device=_META)
-        self._note(out, value)
+        # What the trace itself makes is no operation of the layer.
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+            out = torch.empty(tuple(shape), dtype=like.dtype, device=_META)
+        self.known.note(out, value)
         return out
 
     def literal(self, x: Tensor, inputs: list[Tensor]) -> None:
         """Note a tensor that torch made out of Python numbers, which no dispatch shows."""
-        if x.device == _META and x not in self.values:
-            self._note(x, constant([self.value(y) for y in inputs]))
+        if x.is_meta and x not in self.known:
+            self.known.note(x, constant([self.value(y) for y in inputs]))
 
-    def where(self) -> str:
-        place = here()
-        return f"layer {self.layer!r}, {place}" if place else self.location
+    def where(self) -> Where:
+        return Where(self.layer, here(), self.location)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self.remembering():
+        try:
             return self._follow(func, args, kwargs)
+        except ParallelError as error:
+            self.refused(error)
+            raise
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self._check_operation(func)
+        op = operation(func)
+        self._check_operation(func, op)
         self.forward_mode |= forward_ad._current_level >= 0
-        args, kwargs = pytree.tree_map_only(Tensor, self._twin, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        given = list(tensors((args, tuple(kwargs.values())) if kwargs else args))
+        if not all(x.is_meta for x in given):
+            args, kwargs = pytree.tree_map_only(Tensor, self._twin, (args, kwargs))
+            given = list(tensors((args, tuple(kwargs.values()))))
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _META}
-        values = [self.value(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        written = self._written(func, args, kwargs)
-        out = func(*args, **kwargs)
-        results = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        value = self._result(func._schema.name.removeprefix("aten::"), values, results)
+        values = [self.value(x) for x in given]
+        written = self._written(op, args, kwargs) if op.mutable else []
+        out = shapes.run(func, args, kwargs)
+        results = [out] if isinstance(out, Tensor) else list(tensors(out)) if isinstance(out, (list, tuple)) else []
+        value = self._result(op, values, results)
         for x in written:
             self._write(x, value)
         for x in results:
             if not any(x is y for y in written):
-                self._note(x, _as_dtype(value, x))
+                self.known.note(x, _as_dtype(value, x))
         if not self.backward:
-            self._count(func, args, kwargs, out, results)
+            self.work += self._counted(func, op, args, kwargs, out, given, results)
         return out
 
-    def _result(self, name: str, values: list[Value], results: list[Tensor]) -> Value:
-        if name in _SHAPE_ONLY:
+    def _result(self, op: Operation, values: list[Value], results: list[Tensor]) -> Value:
+        if op.shape_only:
             return CONSTANT
-        if self.backward or name == "detach" or not any(map(_differentiable, results)):
+        if self.backward or op.detaches or not any(map(_differentiable, results)):
             return constant(values)
         return self.combine(values)
 
     def combine(self, values: list[Value]) -> Value:
         """The value of a differentiable operation's result; notes uses, and refuses what must not meet."""
+        key = tuple(values)
+        if key in self.combined:
+            return self.combined[key]
+        before = len(self.uses)
+        value = self._combine(values)
+        if len(self.uses) == before:
+            self.combined[key] = value
+        return value
+
+    def _combine(self, values: list[Value]) -> Value:
         axes = union(values)
         data = any(v.data for v in values)
         carriers = [v for v in values if v.grad]
@@ -187,16 +203,11 @@ class Typing(TorchDispatchMode):
             )
         return frozenset(Source(s.path, s.owed | missing) for s in v.sources)
 
-    def _note(self, x: Tensor, value: Value) -> None:
-        self.values[x], self.homes[x] = value, _memory(x)
-        # Seen by later traces, to which a constant may come from a cache.
-        setattr(x, _MARK, value == CONSTANT)
-
     def _introduce(self, x: Tensor) -> Value:
         """The value of a tensor that no operation made: another name for a known one, or nothing that may be here."""
         if self.backward:
             return CONSTANT
-        aliases = [value for y, value in list(self.values.items()) if _memory(y) == _memory(x)]
+        aliases = [self.known[y] for y in self.known.sharing(x)]
         if aliases and not x.requires_grad:
             return constant(aliases)
         if aliases:
@@ -205,7 +216,7 @@ class Typing(TorchDispatchMode):
                 "which cuts it off from what it was computed from. Use the tensor itself, or x.detach() if no gradient is "
                 "meant to flow."
             )
-        if getattr(x, _MARK, False):
+        if marked_constant(x):
             self.keep(x)
             return CONSTANT
         raise ModelError(
@@ -217,7 +228,7 @@ class Typing(TorchDispatchMode):
 
     def _twin(self, x: Tensor) -> Tensor:
         """A meta tensor in the place of one that the layer closes over, always the same."""
-        if x.device == _META:
+        if x.is_meta:
             return x
         if id(x) not in self.twins:
             if x.requires_grad:
@@ -227,67 +238,50 @@ class Typing(TorchDispatchMode):
                 )
             twin = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=_META)
             self.twins[id(x)] = x, twin
-            self._note(twin, CONSTANT)
+            self.known.note(twin, CONSTANT)
             self.keep(twin)
         return self.twins[id(x)][1]
 
-    def _check_operation(self, func: Any) -> None:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+    def _check_operation(self, func: Any, op: Operation) -> None:
+        if op.draws:
             raise ModelError(
                 f"{self.where()}: {func} draws from torch's global generator, so the result would depend on the rank and "
                 "on what ran before. Draw with functional_par.random, whose numbers follow from a key and an index."
             )
-        if "c10d" in func.namespace:
+        if op.communicates:
             raise ModelError(
                 f"{self.where()}: {func} communicates behind the back of par, so its derivative cannot be checked. Use "
                 "par.psum, par.all_gather and the others, which name their axis."
             )
-        if func._schema.name == "aten::set_":
+        if op.name == "set_":
             raise ModelError(
                 f"{self.where()}: set_ gives a tensor other memory, which a layer must not do. Use a new name."
             )
 
-    def _written(self, func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    def _written(self, op: Operation, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors that an operation modifies, none of which may be an input of the layer."""
-        if not func._schema.is_mutable:
-            return []
-        schema = func._schema.arguments
-        given = [kwargs.get(a.name, args[i] if i < len(args) else None) for i, a in enumerate(schema)]
-        targets = [value for a, value in zip(schema, given, strict=True) if a.alias_info and a.alias_info.is_write]
-        written = [x for x in pytree.tree_leaves(targets) if isinstance(x, Tensor)]
-        if not self.backward and any(_memory(x) in self.kept for x in written):
+        written = op.written(args, kwargs)
+        if not self.backward and any(memory_of(x) in self.kept for x in written):
             raise ModelError(
-                f"{self.where()}: {func._schema.name.removeprefix('aten::')} modifies in place an input of the layer, a "
-                "tensor that was made outside of it, or one that was handed to a collective. Layers are pure functions: "
-                "write to a clone."
+                f"{self.where()}: {op.name} modifies in place an input of the layer, a tensor that was made outside of it, "
+                "or one that was handed to a collective. Layers are pure functions: write to a clone."
             )
         return written
 
     def _write(self, x: Tensor, value: Value) -> None:
         """After a write, every tensor that shares the memory has met what was written."""
-        for alias in list(self.values):
-            if _memory(alias) == _memory(x):
-                both = [self.values[alias], value]
-                met = both[0] if both[0] == value else constant(both) if self.backward else self.combine(both)
-                self._note(alias, _as_dtype(met, alias))
+        for alias in self.known.sharing(x):
+            both = [self.known[alias], value]
+            met = both[0] if both[0] == value else constant(both) if self.backward else self.combine(both)
+            self.known.note(alias, _as_dtype(met, alias))
 
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, results: list[Tensor]) -> None:
-        """Add the floating-point operations of matrix products and, for anything else that is not a view, the cost of
-        touching every element. An estimate: where a formula does not know the arguments it is left out."""
-        formula = flop_registry.get(func._overloadpacket)
-        if formula is not None:
-            try:
-                self.work += int(formula(*args, **kwargs, out_val=out))
-                return
-            except Exception:
-                pass
-        given = {_memory(x) for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        if func._schema.is_mutable or not any(_memory(x) in given for x in results):
-            self.work += _TOUCH * sum(x.numel() for x in results)
-
-
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    def _counted(
+        self, func: Any, op: Operation, args: Any, kwargs: Any, out: Any, given: list[Tensor], results: list[Tensor]
+    ) -> int:
+        """Floating-point operations of one call; views are free."""
+        homes = {self.known.home(x) for x in given}
+        view = not op.mutable and any(self.known.home(x) in homes for x in results)
+        return work(func, args, kwargs, out, 0 if view else sum(x.numel() for x in results))
 
 
 def _differentiable(x: Tensor) -> bool:
@@ -295,4 +289,6 @@ def _differentiable(x: Tensor) -> bool:
 
 
 def _as_dtype(value: Value, x: Tensor) -> Value:
-    return value if _differentiable(x) else replace(value, grad=False, sources=frozenset())
+    if _differentiable(x) or not (value.grad or value.sources):
+        return value
+    return replace(value, grad=False, sources=frozenset())

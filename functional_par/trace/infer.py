@@ -179,6 +179,14 @@ class _Tracer:
     def _run(self, layer: Layer, slots: tuple[Abstract, ...], structure: Any, first: bool) -> LayerTrace:
         """Call one layer function on meta tensors, then its backward, and collect what they did."""
         typing = Typing(layer.name, location(layer))
+        try:
+            return self._follow(typing, layer, slots, structure, first)
+        finally:
+            typing.forget()
+
+    def _follow(
+        self, typing: Typing, layer: Layer, slots: tuple[Abstract, ...], structure: Any, first: bool
+    ) -> LayerTrace:
         batch = {name: typing.input(leaf) for name, leaf in self.batch.items()}
         inputs = [typing.input(slot) for slot in slots]
         chosen = layer.select(dict(zip(layer.paths, inputs, strict=False)))

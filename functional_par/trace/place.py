@@ -41,6 +41,10 @@ class Place:
     inside: str = ""
 
     def __str__(self) -> str:
+        return self._shown
+
+    @functools.cached_property
+    def _shown(self) -> str:
         path = Path(self.file)
         shown = f"{path.parent.name}/{path.name}:{self.line}" if path.parent.name else f"{path.name}:{self.line}"
         code = linecache.getline(self.file, self.line).strip()
@@ -63,6 +67,18 @@ class Place:
         return cls(found.co_filename, found.co_firstlineno) if isinstance(found, CodeType) else None
 
 
+@dataclass(frozen=True)
+class Where:
+    """Layer and line of what runs now, which is put into words when there is something to say."""
+
+    layer: str
+    place: Place | None
+    location: str
+
+    def __str__(self) -> str:
+        return f"layer {self.layer!r}, {self.place}" if self.place else self.location
+
+
 def here() -> Place | None:
     """The line of a layer function that is running now; None in a backward, which runs lines of nobody."""
     frames = []
@@ -77,7 +93,7 @@ def _first(frames: Iterable[tuple[str, int, str]]) -> Place | None:
     """The first frame, from the inside out, that belongs to the author of the layer."""
     inside = ""
     for file, line, function in frames:
-        if file.startswith((*_OUTSIDE, *_MACHINERY, *_GENERATED)) or _is_standard(file):
+        if _is_passed_over(file):
             continue
         if file.startswith(_BRICKS):
             inside = f"fp.nn.{function}"
@@ -86,6 +102,9 @@ def _first(frames: Iterable[tuple[str, int, str]]) -> Place | None:
     return None
 
 
-def _is_standard(file: str) -> bool:
-    """In Python's own library, beside which packages of others are installed."""
+@functools.lru_cache(maxsize=1024)
+def _is_passed_over(file: str) -> bool:
+    """Whether a file belongs to what a layer runs on, or to Python's own library, beside which packages of others lie."""
+    if file.startswith((*_OUTSIDE, *_MACHINERY, *_GENERATED)):
+        return True
     return file.startswith(_STANDARD) and not file.removeprefix(_STANDARD).startswith(_INSTALLED)

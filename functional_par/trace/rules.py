@@ -12,6 +12,7 @@ from torch import Tensor
 
 from functional_par.errors import SuperfluousCollective, TraceError
 from functional_par.trace.follow import Typing
+from functional_par.trace.place import Where
 from functional_par.trace.values import Axes, Value, names, order
 
 
@@ -31,7 +32,7 @@ class Rule(ABC):
     active: Axes
     size: int
     label: str
-    where: str
+    where: Where
 
     differentiable: ClassVar[bool] = True
     consequence: ClassVar[str] = "there is nothing to exchange"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -89,8 +90,13 @@ def together(values: Iterable[Value]) -> Axes:
     return union(values) - NONE.union(*(v.axes - v.alike for v in values))
 
 
-def constant(values: list[Value]) -> Value:
+def constant(values: Iterable[Value]) -> Value:
     """What is computed from the values without a way back for a cotangent."""
+    return _constant(tuple(values))
+
+
+@lru_cache(maxsize=1024)
+def _constant(values: tuple[Value, ...]) -> Value:
     cotangents = [v for v in values if v.cotangent]
     mixed = NONE
     if cotangents:

@@ -52,7 +52,7 @@ def test_a_gradient_that_the_operations_did_not_show_is_an_error():
     x = typing.input(Abstract((3,), torch.float64, Value(grad=True, data=True)))
     with typing:
         y = x * 2
-        typing.values[y] = CONSTANT
+        typing.known.note(y, CONSTANT)
         with pytest.raises(ModelError, match="a gradient which its operations do not show"):
             Backward(typing, [("x", x)], "layer 'layer'").check([(y, {})], {})
 
