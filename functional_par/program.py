@@ -155,4 +155,7 @@ def compose(*transforms: Transform) -> Callable[[Model], Program]:
 
 
 def _name(kind: type) -> str:
-    return {"ShardTP": "shard_tp", "StagePP": "stage_pp", "DPReduce": "dp_reduce", "Remat": "remat"}.get(kind.__name__, kind.__name__)
+    """What the user wrote to get one."""
+    written = (("ShardTP", "shard_tp"), ("StagePP", "stage_pp"), ("DPReduce", "dp_reduce"))
+    names = dict(written) | {kind: kind.lower() for kind in ("Remat", "Precision")}
+    return names.get(kind.__name__, kind.__name__)

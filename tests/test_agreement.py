@@ -53,8 +53,12 @@ other_rows.__name__ = "rows"
                 fp.compose(fp.tie("head.weight", "embed.weight"), fp.stage_pp("1f1b", 2, [3, 3]))(MODEL),
             ],
         ),
+        (
+            r"what is computed again \(remat\)",
+            [fp.compose(fp.stage_pp("1f1b", 2, [3, 3]), fp.remat(policy))(MODEL) for policy in ("full", "selective")],
+        ),
     ],
-    ids=["split", "chunks", "name", "microbatches", "own rows", "ties"],
+    ids=["split", "chunks", "name", "microbatches", "own rows", "ties", "remat"],
 )
 def test_processes_that_have_made_different_plans_are_told_what_differs(what, programs):
     message = rf"rank \d has another plan than rank \d: they differ in {what}.*Every process makes the same program"

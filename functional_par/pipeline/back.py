@@ -64,6 +64,10 @@ class Back:
     capture: Capture
     learning: Uses | None
 
+    def held(self) -> Iterator[Tensor]:
+        """What it keeps alive beside the graph of its layer."""
+        return iter(())
+
     def __call__(self, cotangents: Sequence[Tensor], gradients: Accumulator, later: list[Pair] | None) -> list[Tensor]:
         """Cotangents of the differentiable inputs, from one for each differentiable output.
 
@@ -92,12 +96,14 @@ class Again:
     """The backward of a call whose layer runs again first. It runs once, and is called as a ``Back`` is.
 
     Attributes:
-        inputs: what is kept of the call.
+        inputs: of the call; what is not kept of them has a stand-in.
+        kept: places of those that are kept.
         run: the layer on these inputs, to its outputs and the backward of that run.
         products: results of the first run that the second one takes over; None computes all again.
     """
 
     inputs: tuple[Tensor, ...]
+    kept: frozenset[int]
     run: Callable[[Sequence[Tensor]], tuple[list[Tensor], Back]]
     products: Products | None
 
@@ -108,7 +114,7 @@ class Again:
 
     def held(self) -> Iterator[Tensor]:
         """What it keeps alive."""
-        yield from self.inputs
+        yield from (self.inputs[i] for i in self.kept)
         yield from () if self.products is None else (product.result for product in self.products.kept)
 
 

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 
 from functional_par.errors import CompositionError
 from functional_par.model import LOSS
+from functional_par.pipeline.kept import Kept, layers_kept, most_waiting
 from functional_par.pipeline.memory import MemoryBound, held_bytes, live_microbatches, passing_bytes, rank_memory
 from functional_par.pipeline.split import Need, best_split, gigabytes
 from functional_par.pipeline.told import fields_of
@@ -58,17 +59,22 @@ def _need(plan: Plan, bound: MemoryBound) -> Need:
     """Bytes of a stage of some layers."""
     traced = plan.trace(fields_of(plan.model, bound.batch or {}, bound.dtype), bound.dtype).layers
     names = [layer.name for layer in plan.model.layers]
-    kept = [traced[name].saved for name in names]
-    kept[-1] += traced[LOSS].saved
+    layers = layers_kept(plan, traced, None)
+    kept = [layers[name] for name in names]
+    kept[-1] = Kept.of_stage([kept[-1], layers[LOSS]])
     leaves = _leaves(plan, bound)
     single = [0] * len(names)
     for leaf in leaves:
         if len(leaf.readers) == 1:
             single[leaf.readers[0]] += leaf.size
     tied = [leaf for leaf in leaves if len(leaf.readers) > 1]
-    saved, held = [0, *accumulate(kept)], [0, *accumulate(single)]
+    saved, waits, held = (
+        [0, *accumulate(each)] for each in ([k.forward for k in kept], [k.waiting for k in kept], single)
+    )
     passing = passing_bytes(plan, range(len(plan.stages)), bound.dtype)
     live, where = live_microbatches(plan.timetable), plan.placement
+    waiting = [most_waiting(plan.timetable, stage) for stage in range(len(live))]
+    peak = _Most([before + each.again for before, each in zip(saved[1:], kept, strict=True)])
 
     def need(stage: int, start: int, end: int) -> int:
         again = stage > 0 and where[stage] == where[0]
@@ -77,9 +83,25 @@ def _need(plan: Plan, bound: MemoryBound) -> Need:
             for leaf in tied
             if any(start <= at < end for at in leaf.readers) and not (again and leaf.readers[0] == 0)
         )
-        return held[end] - held[start] + shared + live[stage] * (saved[end] - saved[start]) + passing
+        forward, later = saved[end] - saved[start], waits[end] - waits[start]
+        kept = live[stage] * forward + waiting[stage] * max(0, later - forward)
+        return held[end] - held[start] + shared + passing + kept + max(0, peak.of(start, end) - saved[end])
 
     return need
+
+
+class _Most:
+    """The largest of any consecutive numbers, at once."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.tables = [list(numbers)]  # table k has the largest of 2**k numbers from each place on
+        while (step := 1 << (len(self.tables) - 1)) * 2 <= len(numbers):
+            last = self.tables[-1]
+            self.tables.append([max(a, b) for a, b in zip(last, last[step:], strict=False)])
+
+    def of(self, start: int, end: int) -> int:
+        k = (end - start).bit_length() - 1
+        return max(self.tables[k][start], self.tables[k][end - (1 << k)])
 
 
 def _leaves(plan: Plan, bound: MemoryBound) -> list[_Leaf]:

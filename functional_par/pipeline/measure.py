@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -65,7 +66,7 @@ def _plan(model: Any) -> Plan:
         raise CompositionError(f"measure({type(model).__name__}): give an fp.Model or a program of fp.compose.")
     whole = model.plan(Mesh())
     if len(whole.stages) > 1:
-        whole = compose()(model.model).plan(Mesh())
+        whole = replace(compose()(model.model).plan(Mesh()), remat=whole.remat)
     return whole
 
 

@@ -12,9 +12,10 @@ import torch
 
 from functional_par.errors import CompositionError
 from functional_par.optim.base import Optimizer, slot_dtype
+from functional_par.pipeline.kept import Kept, most_kept, stages_kept
 from functional_par.pipeline.live import peaks
 from functional_par.pipeline.schedule import Schedule
-from functional_par.pipeline.told import SLOTS, fields_of
+from functional_par.pipeline.told import SLOTS
 from functional_par.zero.memory import held_elements, passing_elements
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ class Memory:
             float64.
         saved: what its layers keep for the backward of one microbatch.
         live: microbatches whose forward has run and whose backward has not ended, at most.
-        activations: what is kept at most at a time.
+        activations: what is kept at most at a time, with what a layer that runs again takes, and what weight gradients of such
+            layers wait for.
         passing: what is gathered of parameters and not yet reduced of gradients at most at a time, with ``zero`` 2 and 3.
     """
 
@@ -98,14 +100,14 @@ def stage_memory(
         saved: bytes that each layer keeps for the backward of one such microbatch, as ``fp.measure`` finds them; by default
             as counted in the trace, that is without the fast kernels.
     """
-    kept = _saved(plan, batch, dtype, saved)
-    peaks = live_microbatches(plan.timetable)
+    kept, schedule = stages_kept(plan, batch, dtype, saved), plan.timetable
     slots = optimizer if isinstance(optimizer, int) else len(optimizer.slots)
     result = []
-    for stage, live in enumerate(peaks):
-        own = sum(kept[layer.name] for layer in plan.stage_layers(stage))
+    for stage, live in enumerate(live_microbatches(schedule)):
+        alone = [own if at == stage else Kept() for at, own in enumerate(kept)]
+        most = max(most_kept(schedule, rank, alone) for rank in range(schedule.ranks))
         held = held_bytes(plan, plan.stage_leaves(stage), dtype, slots)
-        result.append(Memory(*held, own, live, own * live, passing_bytes(plan, [stage], dtype)))
+        result.append(Memory(*held, kept[stage].forward, live, most, passing_bytes(plan, [stage], dtype)))
     return tuple(result)
 
 
@@ -117,15 +119,14 @@ def rank_memory(
     saved: Mapping[str, int] | None = None,
 ) -> tuple[Memory, ...]:
     """Bytes of a rank at each pp coordinate: its leaves once, and the most that its stages keep at one time."""
-    kept = _saved(plan, batch, dtype, saved)
+    kept, lives = stages_kept(plan, batch, dtype, saved), peaks(plan.timetable)
     slots = optimizer if isinstance(optimizer, int) else len(optimizer.slots)
-    own = [sum(kept[layer.name] for layer in plan.stage_layers(stage)) for stage in range(len(plan.stages))]
-    lives, most = peaks(plan.timetable), peaks(plan.timetable, own)
     result = []
     for pp in range(plan.mesh.pp):
-        mine = sum(own[stage] for stage in plan.stages_on(pp))
+        mine = sum(kept[stage].forward for stage in plan.stages_on(pp))
+        most = most_kept(plan.timetable, pp, kept)
         held = held_bytes(plan, plan.held(pp), dtype, slots)
-        result.append(Memory(*held, mine, lives[pp], most[pp], passing_bytes(plan, plan.stages_on(pp), dtype)))
+        result.append(Memory(*held, mine, lives[pp], most, passing_bytes(plan, plan.stages_on(pp), dtype)))
     return tuple(result)
 
 
@@ -147,11 +148,3 @@ def live_microbatches(schedule: Schedule) -> tuple[int, ...]:
     split it ends with the weights' half."""
     stages = range(schedule.stages)
     return tuple(max(peaks(schedule, [int(other == stage) for other in stages])) for stage in stages)
-
-
-def _saved(plan: Plan, batch: Fields | None, dtype: torch.dtype, saved: Mapping[str, int] | None) -> Mapping[str, int]:
-    if saved is not None:
-        return saved
-    if batch is None and plan.told is not None:
-        batch = fields_of(plan.model, plan.told.batch, dtype)
-    return {name: layer.saved for name, layer in plan.trace(batch, dtype).layers.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from functional_par.capture import Pair
 from functional_par.model import init_leaf
+from functional_par.pipeline.products import NONE
 from functional_par.pipeline.stage import Call
 from functional_par.plan import Plan
 from functional_par.run_par import RunPar
@@ -89,7 +91,8 @@ class Rounds:
         reads = tuple((read.local, numbers[read.path]) for read in call.layer.reads)
         leaves = tuple((self.plan.specs[path].shape, path in call.trainable) for path in call.layer.paths)
         inputs = tuple((leaf.shape, leaf.dtype) for leaf in call.before.leaves)
-        return id(call.layer.fn), reads, leaves, inputs, call.before.differentiable, call.after.differentiable
+        edges = call.before.differentiable, call.after.differentiable
+        return id(call.layer.fn), reads, leaves, inputs, edges, call.policy
 
     def _leaves(self, call: Call) -> tuple[dict[str, Tensor], Sink]:
         kind = self._kind(call)
@@ -124,9 +127,11 @@ class Rounds:
     def _counted(self, call: Call, x: list[Tensor]) -> tuple[int, list[Tensor]]:
         leaves, sink = self._leaves(call)
         keepers = Keepers([*leaves.values(), *self.par.batch.values()])
-        with torch.autograd.graph.saved_tensors_hooks(keepers.pack, Kept.unpack):
+        # Of a layer that runs again no graph is left, which the hook would keep alive: an output that is saved holds its graph.
+        hooks = torch.autograd.graph.saved_tensors_hooks(keepers.pack, Kept.unpack)
+        with hooks if call.policy == NONE else nullcontext():
             outputs, back = call.forward(tape_vjp, leaves, x, self.par)
-        saved = keepers.bytes()
+        saved = keepers.bytes(back.held())
         back(_cotangents(outputs, call.after.differentiable), sink, None)
         return saved, outputs
 
@@ -154,9 +159,10 @@ class Keepers:
         self.seen.append(weakref.ref(kept))
         return kept
 
-    def bytes(self) -> int:
-        """Bytes that are alive now, each storage once."""
-        storages = [kept.x.untyped_storage() for ref in self.seen if (kept := ref()) is not None]
+    def bytes(self, others: Iterable[Tensor] = ()) -> int:
+        """Bytes that are alive now, those of ``others`` with them, each storage once."""
+        seen = [kept.x for ref in self.seen if (kept := ref()) is not None]
+        storages = [x.untyped_storage() for x in (*seen, *others)]
         return sum({s._cdata: s.nbytes() for s in storages if s._cdata not in self.apart}.values())
 
 

@@ -54,6 +54,7 @@ class Call:
         before, after: what goes in and comes out.
         shared: the leaves that other layers read too.
         policy: what is kept of its forward, see ``functional_par.transforms.remat``.
+        touched: the leaves of its input that it computes with.
         uses: what is known of how it uses its leaves.
     """
 
@@ -64,6 +65,7 @@ class Call:
     after: Edge
     shared: frozenset[str] = frozenset()
     policy: str = NONE
+    touched: frozenset[int] = frozenset()
     uses: Uses = field(default_factory=Uses, compare=False)
 
     def forward(
@@ -77,7 +79,8 @@ class Call:
         # By the same engine as the second run, so that torch chooses the same kernels in both.
         with nullcontext() if products is None else products.recording():
             outputs, _ = self._run(engine, leaves, par, x)
-        return outputs, Again(tuple(x), partial(self._run, engine, leaves, par), products)
+        inputs = tuple(leaf if i in self.touched else _stand_in(leaf) for i, leaf in enumerate(x))
+        return outputs, Again(inputs, self.touched, partial(self._run, engine, leaves, par), products)
 
     def _run(
         self, engine: Engine, leaves: Mapping[str, Tensor], par: RunPar, x: Sequence[Tensor]
@@ -170,7 +173,8 @@ def stage_calls(plan: Plan, traced: Trace, stage: int) -> tuple[Call, ...]:
             frozen = tuple(path for path in layer.paths if not plan.specs[path].trainable)
             shared = frozenset(path for path in trainable if readers[path] > 1)
             edges = before.without(idle), after.without(through)
-            calls.append(Call(layer, trainable, frozen, *edges, shared, plan.remat.get(layer.name, NONE)))
+            kept = plan.remat.get(layer.name, NONE), entry.touched
+            calls.append(Call(layer, trainable, frozen, *edges, shared, *kept))
             idle = through
         before = after
     return tuple(calls)
@@ -196,6 +200,11 @@ def loss_edge(traced: Trace) -> Edge:
         count = Abstract((), torch.tensor(count).dtype)
     leaves, structure = pytree.tree_flatten((total, count))
     return Edge(tuple(leaves), structure, (True, False))
+
+
+def _stand_in(x: Tensor) -> Tensor:
+    """A tensor of the same shape that takes no memory, for what a layer hands on or drops."""
+    return x.new_zeros(()).expand(x.shape)
 
 
 def _zeros(primals: Sequence[Tensor], cotangents: Sequence[Tensor]) -> tuple[Tensor, ...]:

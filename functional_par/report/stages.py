@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-
 import torch
 
 from functional_par.optim.base import slot_dtype
 from functional_par.pipeline.memory import Memory, rank_memory, stage_memory
+from functional_par.pipeline.products import FULL, SELECTIVE
 from functional_par.pipeline.told import Told, fields_of
 from functional_par.plan import Fields, Plan
 from functional_par.report.text import collapse, fields, ranges, size, table
@@ -45,8 +45,9 @@ def held_by_state(memory: Memory) -> int:
 
 
 def activations(memory: Memory) -> str:
-    """How often and how much."""
-    return f"{memory.live} * {size(memory.saved)}"
+    """How often and how much, and what comes on top."""
+    more = memory.activations - memory.live * memory.saved
+    return f"{memory.live} * {size(memory.saved)}" + (f" + {size(more)}" if more > 0 else "")
 
 
 def _legend(plan: Plan) -> str:
@@ -55,14 +56,28 @@ def _legend(plan: Plan) -> str:
         f"state: {_state(told)}. activations: microbatches alive at a",
         f"time * what the layers keep for backward of one with {fields(told.batch)}; fast kernels keep less.",
     ]
+    if plan.remat:
+        lines += _remat(plan)
     if passing := max(memory.passing for memory in rank_memory(plan, *_counted(plan))):
         what = "parameters that are gathered and gradients" if plan.zero == 3 else "gradients"
-        lines.append(f"In passing there are {what} that are not yet reduced, of two layers: at most {size(passing)} a rank.")
+        lines.append(
+            f"In passing there are {what} that are not yet reduced, of two layers: at most {size(passing)} a rank."
+        )
     if plan.told is None and any(None in given.shape[1:] for given in (plan.model.batch or {}).values()):
         lines.append("The model leaves sizes open, and these are made up: explain(mesh, batch=...) takes yours.")
     if len(plan.stages) > plan.mesh.pp:
         lines += [_rank(plan, pp, memory) for pp, memory in enumerate(rank_memory(plan, *_counted(plan)))]
     return "\n".join(lines)
+
+
+def _remat(plan: Plan) -> list[str]:
+    """Which layers run again."""
+    kinds = {FULL: "inputs", SELECTIVE: "inputs and matrix products"}
+    chosen = {kind: [name for name, policy in plan.remat.items() if policy == kind] for kind in kinds}
+    which = "; ".join(f"of {collapse(names)} {kinds[kind]}" for kind, names in chosen.items() if names)
+    return [
+        f"remat: kept are {which}. What comes on top (+) is of one layer that runs again, and what weight gradients wait for."
+    ]
 
 
 def _told(plan: Plan) -> Told:

@@ -20,6 +20,7 @@ from functional_par.trace import shapes
 from functional_par.trace.known import Known, marked_constant, memory_of
 from functional_par.trace.operation import Operation, operation, tensors, work
 from functional_par.trace.place import Place, Where, here
+from functional_par.trace.products import Products
 from functional_par.trace.values import (
     CONSTANT,
     NONE,
@@ -47,6 +48,7 @@ class Typing(TorchDispatchMode):
         touched: identities of the tensors that anything was asked of.
         forward_mode: whether a forward-mode derivative was taken.
         work: floating-point operations of the forward, about.
+        products: what its matrix products leave behind.
         backward: true while the backward of the layer is followed, where a result varies over the union of its inputs
             and nothing is refused.
         refusal: the first error of this trace, which the layer may have caught to go on another way.
@@ -63,6 +65,7 @@ class Typing(TorchDispatchMode):
         self.touched: set[int] = set()
         self.forward_mode = False
         self.work = 0
+        self.products = Products()
         self.backward = False
         self.refusal: ParallelError | None = None
 
@@ -158,6 +161,7 @@ class Typing(TorchDispatchMode):
                 self.known.note(x, _as_dtype(value, x))
         if not self.backward:
             self.work += self._counted(func, op, args, kwargs, out, given, results)
+            self.products.note(func, given, values, out)
         return out
 
     def _result(self, op: Operation, values: list[Value], results: list[Tensor]) -> Value:

@@ -71,6 +71,11 @@ class LayerTrace:
         touched: the leaves of the input that it computes with; the others it hands on or drops.
         forward_mode: whether it takes a derivative in forward mode.
         saved: bytes that it keeps for its backward, besides parameters and the batch; kernels by their definitions.
+        inner: those of them that are not its inputs.
+        inputs: bytes of what goes in that it computes with, besides the batch.
+        products: bytes of the results of its matrix products.
+        waiting: bytes that the gradients of its weights are computed from: an input and a cotangent of each product with a
+            weight, and of each look-up.
     """
 
     output: Any
@@ -80,6 +85,10 @@ class LayerTrace:
     touched: frozenset[int] = frozenset()
     forward_mode: bool = False
     saved: int = 0
+    inner: int = 0
+    inputs: int = 0
+    products: int = 0
+    waiting: int = 0
 
 
 @dataclass(frozen=True)
@@ -133,9 +142,13 @@ def trace(model: Model, setting: Setting) -> Trace:
     tracer = _Tracer(model, setting)
     x: Any = tracer.batch
     layers = {}
+    fields = frozenset(range(len(tracer.batch)))  # the leaves of x that are the batch's
     for layer in model.all_layers:
-        layers[layer.name] = tracer.layer(layer, x)
-        x = layers[layer.name].output
+        entry = tracer.layer(layer, x)
+        leaves = [leaf for i, leaf in enumerate(pytree.tree_leaves(x)) if i in entry.touched and i not in fields]
+        layers[layer.name] = replace(entry, inputs=sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Abstract)))
+        fields = frozenset(at for at, i in enumerate(entry.passed) if i in fields)
+        x = entry.output
     final = check_loss(model.loss, layers[LOSS].output, setting.data)
     uses: dict[str, list[Use]] = {path: [] for path in model.leaves}
     for use in chain(final, *(entry.uses for entry in layers.values())):
@@ -198,7 +211,11 @@ class _Tracer:
         entry = LayerTrace(pytree.tree_map(typing.abstract, output), tuple(dict.fromkeys(typing.uses)), typing.work)
         entry = replace(entry, forward_mode=typing.forward_mode, **_flow(inputs[len(layer.paths) :], flat, touched))
         apart = inputs if first else inputs[: len(layer.paths)]
-        entry = replace(entry, saved=saved_bytes([y for y in flat if isinstance(y, Tensor)], (*apart, *batch.values())))
+        tensors = [y for y in flat if isinstance(y, Tensor)]
+        entry = replace(entry, saved=saved_bytes(tensors, (*apart, *batch.values())), products=typing.products.bytes)
+        entry = replace(
+            entry, inner=saved_bytes(tensors, (*inputs, *batch.values())), waiting=typing.products.waiting()
+        )
         carriers = {i: at for at, i in enumerate(i for i, slot in enumerate(slots) if slot.value.grad)}
         backward = Backward(typing, [(_input_name(layer, i), inputs[i]) for i in carriers], location(layer))
         outputs = [(y, _owed(typing.value(y).sources, carriers)) for y in flat if isinstance(y, Tensor)]

@@ -1,10 +1,11 @@
-"""Sees the tensors that a layer makes out of Python numbers, which no dispatch shows."""
+"""Sees what no dispatch shows: the tensors that a layer makes out of Python numbers, and torch's attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -23,7 +24,9 @@ class Literals(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__reduce_ex__:
             raise ModelError(f"{self.typing.where()}: a tensor is copied or pickled as a Python object. Use x.clone().")
+        self.typing.products.attending = func is F.scaled_dot_product_attention
         out = func(*args, **(kwargs or {}))
+        self.typing.products.attending = False
         if func in _FROM_NUMBERS and isinstance(out, Tensor):
             given = args[1:] if func is torch.Tensor.new_tensor else args
             self.typing.literal(out, [x for x in pytree.tree_leaves((given, kwargs)) if isinstance(x, Tensor)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 import torch
 from torch import Tensor
@@ -61,6 +62,10 @@ class Abstract:
     shape: tuple[int, ...]
     dtype: torch.dtype
     value: Value = CONSTANT
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> Tensor:
         """A meta tensor of this shape."""

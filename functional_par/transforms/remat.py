@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from functional_par.errors import CompositionError
-from functional_par.model import LOSS
 from functional_par.pipeline.by_hand import written_out
 from functional_par.pipeline.products import FULL, NONE, POLICIES
 from functional_par.plan import Plan
@@ -21,7 +20,7 @@ from functional_par.transforms.base import Transform
 @dataclass(frozen=True)
 class Remat(Transform):
     """See ``remat``. ``policies``: pairs of a pattern and a policy, of which the last that fits a layer counts; None is every
-    layer but the loss."""
+    layer but the last one and the loss."""
 
     policies: tuple[tuple[str | None, str], ...]
 
@@ -29,7 +28,7 @@ class Remat(Transform):
         names = [layer.name for layer in plan.source.all_layers]
         chosen: dict[str, str] = {}
         for pattern, policy in self.policies:
-            found = [name for name in names if name != LOSS] if pattern is None else _matching(pattern, names)
+            found = names[:-2] if pattern is None else _matching(pattern, names)
             chosen |= dict.fromkeys(found, policy)
         return replace(plan, remat={name: chosen[name] for name in names if chosen.get(name, NONE) != NONE})
 
@@ -46,7 +45,8 @@ def remat(policy: str | Mapping[str, str] = FULL, layers: str | Sequence[str] | 
             ``bmm``, ``baddbmm`` of torch); the rest, which is cheap for its size, runs again. Torch's fused attention is no
             such product. Or a mapping from layers to policies, of which the last that fits a layer counts.
         layers: names as ``explain`` prints them (``"block0"``, ``"block2-5"``), or with wildcards (``"block*"``): a list, or
-            one text with spaces. By default all layers but the loss, whose backward often comes right after its forward.
+            one text with spaces. By default all layers but the last one and the loss, whose backward often comes right after
+            their forward.
 
     Raises:
         CompositionError: another policy, or, once the model is known, a name that is no layer's.

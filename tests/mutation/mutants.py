@@ -29,6 +29,7 @@ PIPELINE = (
 SHARDS = ("tests/test_restore.py", "tests/properties/test_maps.py", "tests/test_shards.py")
 MAPS = ("tests/maps", "tests/transforms/test_own.py")
 DEFERRED = ("tests/pipeline/test_deferred.py",)
+REMAT = ("tests/pipeline/test_remat.py", "tests/pipeline/test_kept.py", "tests/transforms/test_remat.py")
 PICTURES = ("tests/report",)
 
 
@@ -766,8 +767,8 @@ MUTANTS = (
     Mutant(
         "split: what the loss keeps for backward needs no memory",
         "pipeline/fit.py",
-        "kept[-1] += traced[LOSS].saved",
-        "kept[-1] += 0 * traced[LOSS].saved",
+        "kept[-1] = Kept.of_stage([kept[-1], layers[LOSS]])",
+        "kept[-1] = Kept.of_stage([kept[-1]])",
         ("tests/transforms/test_stage_pp.py",),
     ),
     Mutant(
@@ -832,5 +833,55 @@ MUTANTS = (
         "or not _are_plain(args):",
         "or not args:",
         ("tests/test_kernel.py",),
+    ),
+    # Layers that run again
+    Mutant(
+        "remat: a kept product shares its memory with the layer, which may write to it",
+        "pipeline/products.py",
+        "Product(func, _shapes(args), out.clone())",
+        "Product(func, _shapes(args), out)",
+        REMAT,
+    ),
+    Mutant(
+        "remat: an input that the layer reads has a stand-in of zeros",
+        "pipeline/stage.py",
+        "leaf if i in self.touched else _stand_in(leaf)",
+        "leaf if i in self.touched and i == 0 else _stand_in(leaf)",
+        REMAT,
+    ),
+    Mutant(
+        "remat: the first policy that fits a layer counts",
+        "transforms/remat.py",
+        "chosen |= dict.fromkeys(found, policy)",
+        "chosen = dict.fromkeys(found, policy) | chosen",
+        REMAT,
+    ),
+    Mutant(
+        "memory: a layer that runs again takes nothing",
+        "pipeline/kept.py",
+        "peak = max(peak, forward + layer.again)",
+        "peak = max(peak, forward)",
+        REMAT,
+    ),
+    Mutant(
+        "memory: nothing waits for weight gradients",
+        "pipeline/kept.py",
+        'now += (stage.waiting if action.kind == "I" else 0) - stage.forward',
+        "now -= stage.forward",
+        REMAT,
+    ),
+    Mutant(
+        "memory: products that are kept are not counted",
+        "pipeline/kept.py",
+        "products = 0 if policy == FULL else traced.products",
+        "products = 0",
+        REMAT,
+    ),
+    Mutant(
+        "memory: a split counts no layer that runs again",
+        "pipeline/fit.py",
+        "+ max(0, peak.of(start, end) - saved[end])",
+        "+ 0 * max(0, peak.of(start, end) - saved[end])",
+        ("tests/pipeline/test_kept.py",),
     ),
 )
