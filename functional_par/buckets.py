@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from functional_par.bucket import Bucket, Rest, Slice, aligned
 from functional_par.plan import Plan
-from functional_par.spec import Spec
+from functional_par.spec import Spec, payers
 
 ELEMENT = 4
 """Bytes of a gradient by which the size of a bucket is reckoned: float32 (float64 runs have twice as many)."""
@@ -80,6 +80,38 @@ def contributions(plan: Plan, pp: int) -> dict[str, int]:
             if plan.specs[path].trainable:
                 found[path] = found.get(path, 0) + plan.microbatches
     return found
+
+
+class RestSum(NamedTuple):
+    """One further sum of slices: over which ranks, and which stretches of this rank's part of each bucket it is of.
+
+    Attributes:
+        ranks: who pays together, in rank order.
+        label: what the sum runs along.
+        stretches: bucket, by its place, and first and last element within the rank's part.
+    """
+
+    ranks: tuple[int, ...]
+    label: str
+    stretches: tuple[tuple[int, int, int], ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(stop - start for _, start, stop in self.stretches)
+
+
+def rest_sums(plan: Plan, rank: int, own: Sequence[Bucket]) -> tuple[RestSum, ...]:
+    """How the slices of a rank's buckets are summed over what their leaves owe besides: one collective for each set of ranks,
+    in one order for all of them."""
+    owed: dict[tuple[tuple[int, ...], str], list[tuple[int, int, int]]] = {}
+    for i, bucket in enumerate(own):
+        low = bucket.index(rank) * bucket.part
+        for rest in bucket.rest:
+            start, stop = max(rest.start - low, 0), min(rest.stop - low, bucket.part)
+            ranks = payers(plan.mesh, rank, rest.axes, rest.owners)
+            if start < stop and len(ranks) > 1:
+                owed.setdefault((ranks, "+".join(rest.axes)), []).append((i, start, stop))
+    return tuple(RestSum(*key, tuple(owed[key])) for key in sorted(owed))
 
 
 class _Kind(NamedTuple):

@@ -95,9 +95,13 @@ class Mesh:
     def group(self, *axes: str, rank: int) -> tuple[int, ...]:
         """Ranks that share all coordinates of ``rank`` except those along ``axes``, in rank order."""
         _known_axes(axes)
-        here = self.coords(rank)._asdict()
-        ranges = [range(n) if axis in axes else (here[axis],) for axis, n in self.sizes.items()]
-        return tuple(self.rank(**dict(zip(AXES, c, strict=True))) for c in product(*ranges))
+        ranks, stride = [0], self.size
+        for axis, index in zip(AXES, self.coords(rank), strict=True):
+            size = getattr(self, axis)
+            stride //= size
+            here = range(size) if axis in axes else (index,)
+            ranks = [first + stride * i for first in ranks for i in here]
+        return tuple(ranks)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Every group along the merged ``axes``, ordered by first rank. Together they hold each rank once."""

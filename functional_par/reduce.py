@@ -13,11 +13,10 @@ from torch import Tensor
 
 from functional_par.accumulate import Memory, Passing, Whole, pieces, shards
 from functional_par.bucket import Bucket
-from functional_par.buckets import buckets, contributions
+from functional_par.buckets import buckets, contributions, rest_sums
 from functional_par.comm.base import AllReduce, World
 from functional_par.plan import Plan
 from functional_par.shards import zero_padding
-from functional_par.spec import payers
 
 
 class Gradients:
@@ -123,20 +122,13 @@ class Gradients:
         self._pay_rest(world)
 
     def _pay_rest(self, world: World) -> None:
-        """Sum slices over the ranks that their leaves owe besides: one collective for each set of ranks."""
-        owed: dict[tuple[tuple[int, ...], str], list[Tensor]] = {}
-        for bucket, part in zip(self.buckets, self.flat, strict=True):
-            low = bucket.index(self.rank) * bucket.part
-            for rest in bucket.rest:
-                start, stop = max(rest.start - low, 0), min(rest.stop - low, bucket.part)
-                ranks = payers(self.plan.mesh, self.rank, rest.axes, rest.owners)
-                if start < stop and len(ranks) > 1:
-                    owed.setdefault((ranks, "+".join(rest.axes)), []).append(part[start:stop])
+        """Sum slices over the ranks that their leaves owe besides."""
         wire = self.memory.reduce or self.memory.dtype
-        started = [
-            (parts, world.subgroup(*key).start(AllReduce(), torch.cat(parts).to(wire), donate=True))
-            for key, parts in sorted(owed.items(), key=lambda each: each[0])
-        ]
+        started = []
+        for rest in rest_sums(self.plan, self.rank, self.buckets):
+            parts = [self.flat[i][start:stop] for i, start, stop in rest.stretches]
+            group = world.subgroup(rest.ranks, rest.label)
+            started.append((parts, group.start(AllReduce(), torch.cat(parts).to(wire), donate=True)))
         for parts, handle in started:
             for part, total in zip(parts, handle.wait().split([len(part) for part in parts]), strict=True):
                 part.copy_(total)

@@ -100,14 +100,16 @@ AGREEMENT = "agreement"
 
 @dataclass
 class Record:
-    """What one rank communicated: calls and payload bytes by (phase, label, kind).
+    """What one rank communicated: calls, payload bytes and bytes on the wire by (phase, label, kind).
 
-    Payload is the size of the local input. ``kind`` is the op's class name in snake case (``all_reduce``), or
-    ``send`` and ``recv``. ``doing`` says for people what the rank is at, by its ``str``.
+    Payload is the size of the local input; what this rank sent for it is reckoned by ``comm.traffic``. ``kind`` is the op's
+    class name in snake case (``all_reduce``), or ``send`` and ``recv``. ``doing`` says for people what the rank is at, by its
+    ``str``.
     """
 
     calls: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     nbytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    sent: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     phase: str = ""
     doing: object = ""
     _last: tuple[str, str, torch.dtype, torch.Size] | None = None
@@ -126,11 +128,12 @@ class Record:
         """Whether anything was communicated besides what ranks agree on before they start."""
         return any(phase != AGREEMENT for phase, _, _ in self.calls)
 
-    def add(self, label: str, kind: str, x: Tensor) -> None:
-        """Count one call that carries ``x``."""
+    def add(self, label: str, kind: str, x: Tensor, sent: int) -> None:
+        """Count one call that carries ``x``, for which this rank sends so many bytes."""
         key = (self.phase, label, kind)
         self.calls[key] += 1
         self.nbytes[key] += x.nbytes
+        self.sent[key] += sent
         self._last = label, kind, x.dtype, x.shape
 
     @contextmanager
@@ -146,6 +149,7 @@ class Record:
         """Forget what was counted."""
         self.calls.clear()
         self.nbytes.clear()
+        self.sent.clear()
 
 
 class World(ABC):

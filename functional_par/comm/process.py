@@ -21,6 +21,7 @@ from functional_par.comm.checks import Awaited, check_member, check_peer, check_
 from functional_par.comm.outbox import Outbox
 from functional_par.comm.solo import Done, SoloGroup
 from functional_par.comm.standing import Standing
+from functional_par.comm.traffic import sent_bytes
 from functional_par.errors import CommError, MismatchError
 from functional_par.mesh import Mesh
 
@@ -60,7 +61,7 @@ class ProcessWorld(World):
     def send(self, x: Tensor, to: int, *, label: str = "pp") -> Handle:
         check_peer(self, to, "send to")
         group, _, place = self._lane(self.rank, to)
-        self.record.add(label, "send", x)
+        self.record.add(label, "send", x, x.nbytes)
         x = x.detach().contiguous()
         self._outbox.add(dist.isend(x, to, group, _tag(place)), x)
         return Done(x)
@@ -78,7 +79,7 @@ class ProcessWorld(World):
         check_peer(self, source, "recv from")
         group, key, place = self._lane(source, self.rank)
         x = torch.empty(shape, dtype=dtype, device=self.device) if out is None else out
-        self.record.add(label, "recv", x)
+        self.record.add(label, "recv", x, 0)
         unwritten = wire.mark_end(x)
         work = dist.irecv(x, source, group, _tag(place))
 
@@ -160,7 +161,7 @@ class ProcessGroup(Group):
         self._world = world
 
     def start(self, op: Op, x: Tensor, *, donate: bool = False) -> Handle:
-        self._world.record.add(self.label, kind(op), x)
+        self._world.record.add(self.label, kind(op), x, sent_bytes(op, x.nbytes, self.size, self.index))
         return self._world.start(self, op, x, donate)
 
 

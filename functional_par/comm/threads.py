@@ -18,6 +18,7 @@ from functional_par.comm.checks import Awaited, check_member, check_peer, check_
 from functional_par.comm.hub import Hub
 from functional_par.comm.meeting import Meeting, Message
 from functional_par.comm.solo import Done, SoloGroup
+from functional_par.comm.traffic import sent_bytes
 from functional_par.errors import MismatchError
 from functional_par.mesh import Mesh
 
@@ -76,7 +77,7 @@ class ThreadWorld(World):
 
     def send(self, x: Tensor, to: int, *, label: str = "pp") -> Handle:
         check_peer(self, to, "send to")
-        self.record.add(label, "send", x)
+        self.record.add(label, "send", x, x.nbytes)
         self._message(self.rank, to).offer(x.detach())
         return Done(x)
 
@@ -91,7 +92,7 @@ class ThreadWorld(World):
         what: object = "",
     ) -> Handle:
         check_peer(self, source, "recv from")
-        self.record.add(label, "recv", torch.empty(shape, dtype=dtype, device="meta"))
+        self.record.add(label, "recv", torch.empty(shape, dtype=dtype, device="meta"), 0)
         message = self._message(source, self.rank)
         message.expect(tuple(shape), dtype, out)
         return _Pending(self.rank, message, Awaited("recv", label, shape, dtype, what))
@@ -125,7 +126,7 @@ class ThreadGroup(Group):
         self._world = world
 
     def start(self, op: Op, x: Tensor, *, donate: bool = False) -> Handle:
-        self._world.record.add(self.label, kind(op), x)
+        self._world.record.add(self.label, kind(op), x, sent_bytes(op, x.nbytes, self.size, self.index))
         return self._world.meet(self, op, x, donate)
 
 

@@ -90,7 +90,7 @@ def make_part(plan: Plan, world: World, shapes: Fields, dtype: torch.dtype, *, t
     traced, coords = plan.trace(shapes, dtype), world.coords
     found = routes(plan, traced)
     schedule = plan.timetable if training else plan.timetable.forward_only
-    edges = tuple(_leaving(plan, traced, stage) for stage in range(len(plan.stages)))
+    edges = tuple(leaving(plan, traced, stage) for stage in range(len(plan.stages)))
     proof = verify(schedule, edges=found.edges, microbatches=plan.microbatches, training=training)
     return Part(
         tuple(task for rank, task in proof.order if rank == coords.pp),  # what runs is what was proved
@@ -98,11 +98,11 @@ def make_part(plan: Plan, world: World, shapes: Fields, dtype: torch.dtype, *, t
         found,
         tuple(world.mesh.rank(**{**coords._asdict(), "pp": pp}) for pp in range(world.mesh.pp)),
         edges,
-        {pair: leaves for first, then in found.edges for pair, leaves in _carried(found, edges[first], first, then)},
+        {pair: leaves for first, then in found.edges for pair, leaves in carried(found, edges[first], first, then)},
     )
 
 
-def _carried(found: Routes, edge: Edge, first: int, then: int) -> Iterator[tuple[tuple[int, int], tuple[Carried, ...]]]:
+def carried(found: Routes, edge: Edge, first: int, then: int) -> Iterator[tuple[tuple[int, int], tuple[Carried, ...]]]:
     """What goes from one stage to a later one, and what comes back: the cotangents of what has one."""
     leaves = tuple(Carried(output, place, edge.leaves[output]) for output, place in found.between(first, then))
     yield (first, then), leaves
@@ -116,7 +116,8 @@ def lanes(plan: Plan) -> tuple[tuple[int, int], ...]:
     return tuple(sorted({lane for a, b in pairs if a != b for lane in ((a, b), (b, a))}))
 
 
-def _leaving(plan: Plan, traced: Trace, stage: int) -> Edge:
+def leaving(plan: Plan, traced: Trace, stage: int) -> Edge:
+    """The value that leaves a stage."""
     if stage == len(plan.stages) - 1:
         return loss_edge(traced)
     return Edge.of(traced.layers[plan.stages[stage][-1]].output)

@@ -33,7 +33,7 @@ class _Apply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return (apply(cotangent, ctx.rule.dual()) if ctx.rule.differentiable else None), None
+        return (apply(cotangent, ctx.rule.transpose) if ctx.rule.differentiable else None), None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor | None:

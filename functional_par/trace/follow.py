@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from functional_par.errors import MissingCollective, ModelError, ParallelError
 from functional_par.trace import shapes
 from functional_par.trace.known import Known, marked_constant, memory_of
-from functional_par.trace.operation import Operation, operation, tensors, work
+from functional_par.trace.operation import Operation, check, operation, tensors, work
 from functional_par.trace.place import Place, Where, here
 from functional_par.trace.products import Products
 from functional_par.trace.values import (
@@ -26,6 +26,7 @@ from functional_par.trace.values import (
     NONE,
     Abstract,
     Axes,
+    Collective,
     Source,
     Use,
     Value,
@@ -51,6 +52,8 @@ class Typing(TorchDispatchMode):
         products: what its matrix products leave behind.
         backward: true while the backward of the layer is followed, where a result varies over the union of its inputs
             and nothing is refused.
+        calls: the collectives of the forward, those of derivatives that are taken in it included, in order.
+        pulled: those of the backward, by the rule that makes each: it runs once, however often it is followed.
         refusal: the first error of this trace, which the layer may have caught to go on another way.
     """
 
@@ -67,11 +70,14 @@ class Typing(TorchDispatchMode):
         self.work = 0
         self.products = Products()
         self.backward = False
+        self.calls: list[Collective] = []
+        self.pulled: dict[Any, Collective] = {}
         self.refusal: ParallelError | None = None
 
     def forget(self) -> None:
         """Let go of all tensors: their graphs lead back here, by ways that Python's collector does not see."""
         self.known.forget()
+        self.pulled.clear()
         self.kept.clear()
         self.twins.clear()
 
@@ -123,6 +129,13 @@ class Typing(TorchDispatchMode):
         self.known.note(out, value)
         return out
 
+    def called(self, rule: Any, collective: Collective) -> None:
+        """Note a collective that a rule stands for."""
+        if self.backward:
+            self.pulled[rule] = collective
+        else:
+            self.calls.append(collective)
+
     def literal(self, x: Tensor, inputs: list[Tensor]) -> None:
         """Note a tensor that torch made out of Python numbers, which no dispatch shows."""
         if x.is_meta and x not in self.known:
@@ -140,7 +153,7 @@ class Typing(TorchDispatchMode):
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         op = operation(func)
-        self._check_operation(func, op)
+        check(func, op, self.where)
         self.forward_mode |= forward_ad._current_level >= 0
         kwargs = kwargs or {}
         given = list(tensors((args, tuple(kwargs.values())) if kwargs else args))
@@ -245,22 +258,6 @@ class Typing(TorchDispatchMode):
             self.known.note(twin, CONSTANT)
             self.keep(twin)
         return self.twins[id(x)][1]
-
-    def _check_operation(self, func: Any, op: Operation) -> None:
-        if op.draws:
-            raise ModelError(
-                f"{self.where()}: {func} draws from torch's global generator, so the result would depend on the rank and "
-                "on what ran before. Draw with functional_par.random, whose numbers follow from a key and an index."
-            )
-        if op.communicates:
-            raise ModelError(
-                f"{self.where()}: {func} communicates behind the back of par, so its derivative cannot be checked. Use "
-                "par.psum, par.all_gather and the others, which name their axis."
-            )
-        if op.name == "set_":
-            raise ModelError(
-                f"{self.where()}: set_ gives a tensor other memory, which a layer must not do. Use a new name."
-            )
 
     def _written(self, op: Operation, args: Any, kwargs: Any) -> list[Tensor]:
         """The tensors that an operation modifies, none of which may be an input of the layer."""

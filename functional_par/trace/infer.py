@@ -56,7 +56,7 @@ from functional_par.trace.follow import Typing
 from functional_par.trace.outputs import check_loss, check_output, location
 from functional_par.trace.par import TracePar
 from functional_par.trace.saved import saved_bytes
-from functional_par.trace.values import Abstract, Axes, Source, Use, Value, names, order, quoted
+from functional_par.trace.values import Abstract, Axes, Collective, Source, Use, Value, names, order, quoted
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class LayerTrace:
         products: bytes of the results of its matrix products.
         waiting: bytes that the gradients of its weights are computed from: an input and a cotangent of each product with a
             weight, and of each look-up.
+        forward: the collectives that it makes, in order; kernels by their definitions.
+        backward: those of its backward, in some order.
     """
 
     output: Any
@@ -89,6 +91,8 @@ class LayerTrace:
     inputs: int = 0
     products: int = 0
     waiting: int = 0
+    forward: tuple[Collective, ...] = ()
+    backward: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,12 @@ class _Tracer:
         flat = pytree.tree_leaves(check_output(layer, output))
         touched = typing.touched.copy()
         entry = LayerTrace(pytree.tree_map(typing.abstract, output), tuple(dict.fromkeys(typing.uses)), typing.work)
-        entry = replace(entry, forward_mode=typing.forward_mode, **_flow(inputs[len(layer.paths) :], flat, touched))
+        entry = replace(
+            entry,
+            forward=tuple(typing.calls),
+            forward_mode=typing.forward_mode,
+            **_flow(inputs[len(layer.paths) :], flat, touched),
+        )
         apart = inputs if first else inputs[: len(layer.paths)]
         tensors = [y for y in flat if isinstance(y, Tensor)]
         entry = replace(entry, saved=saved_bytes(tensors, (*apart, *batch.values())), products=typing.products.bytes)
@@ -222,7 +231,7 @@ class _Tracer:
         owed = _owed((use.source for use in entry.uses), carriers)
         follow_call(layer, typing, self.setting, lambda: backward.check(outputs, owed))
         self.merged |= par.merged
-        return entry
+        return replace(entry, backward=tuple(typing.pulled.values()))
 
 
 def _with_slot(leaf: Abstract, index: int) -> Abstract:

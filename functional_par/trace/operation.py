@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from functional_par.errors import ModelError
 from functional_par.trace import shapes
 
 _SHAPE_ONLY = {
@@ -65,6 +66,22 @@ def operation(func: Any) -> Operation:
         mutable=schema.is_mutable,
         writes=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
     )
+
+
+def check(func: Any, op: Operation, where: Callable[[], object]) -> None:
+    """ModelError for an operation that no layer may use."""
+    if op.draws:
+        raise ModelError(
+            f"{where()}: {func} draws from torch's global generator, so the result would depend on the rank and "
+            "on what ran before. Draw with functional_par.random, whose numbers follow from a key and an index."
+        )
+    if op.communicates:
+        raise ModelError(
+            f"{where()}: {func} communicates behind the back of par, so its derivative cannot be checked. Use "
+            "par.psum, par.all_gather and the others, which name their axis."
+        )
+    if op.name == "set_":
+        raise ModelError(f"{where()}: set_ gives a tensor other memory, which a layer must not do. Use a new name.")
 
 
 def work(func: Any, args: Any, kwargs: Any, out: Any, new: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,7 +17,7 @@ from functional_par.random import key as make_key
 from functional_par.trace import rules
 from functional_par.trace.apply import apply
 from functional_par.trace.follow import Typing
-from functional_par.trace.values import Axes, Value
+from functional_par.trace.values import Axes, Value, order
 
 if TYPE_CHECKING:
     from functional_par.trace.infer import Setting
@@ -91,7 +92,7 @@ class TracePar(Par):
                 f"{self.typing.where()}: par.ppermute(to={to}) along {axis}: `to` is a permutation of the "
                 f"{self.size(axis)} ranks 0 to {self.size(axis) - 1}."
             )
-        return self._apply(rules.Permute, x, "ppermute", (axis,))
+        return self._apply(rules.Permute, x, "ppermute", (axis,), to=tuple(to))
 
     def kernel(self, definition: Callable[..., Any], fast: Callable[..., Any]) -> Any:
         return definition
@@ -121,10 +122,9 @@ class TracePar(Par):
         active = self._active(*axes)
         if not active and not always:
             return x
-        size = 1
-        for axis in active:
-            size *= self.size(axis)
-        return apply(x, kind(self.typing, active, size, f"par.{name}", self.typing.where(), **more))
+        real = tuple(axis for axis in order(active) if self.size(axis) > 1)
+        size = prod(self.size(axis) for axis in real)
+        return apply(x, kind(self.typing, active, real, size, f"par.{name}", self.typing.where(), **more))
 
     def _active(self, *axes: str) -> Axes:
         merged = merge_axes(axes)

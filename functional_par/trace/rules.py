@@ -6,14 +6,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, NoReturn
 
 from torch import Tensor
 
+from functional_par.comm.base import AllGather, AllReduce, AllToAll, Op, ReduceScatter
+from functional_par.comm.base import Permute as PermuteOp
 from functional_par.errors import SuperfluousCollective, TraceError
 from functional_par.trace.follow import Typing
 from functional_par.trace.place import Where
-from functional_par.trace.values import Axes, Value, names, order
+from functional_par.trace.values import Axes, Collective, Value, names, order
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +26,7 @@ class Rule(ABC):
     Attributes:
         typing: knows the values.
         active: the axes along which it communicates and that some transform uses.
+        real: those of more than one rank, in mesh order.
         size: number of ranks along them.
         label: how the user wrote it.
         where: layer and line of the call.
@@ -30,6 +34,7 @@ class Rule(ABC):
 
     typing: Typing
     active: Axes
+    real: tuple[str, ...]
     size: int
     label: str
     where: Where
@@ -53,15 +58,27 @@ class Rule(ABC):
             after = value
         if not self.typing.backward:
             self.typing.keep(x)
+        if self.real and (op := self.op) is not None:
+            self.typing.called(self, Collective(op, self.real, x.nbytes))
         return self.typing.emit(self.shape(list(x.shape)), x, after)
 
     @abstractmethod
     def typed(self, value: Value) -> Value:
         """Type of the result."""
 
+    @property
+    def op(self) -> Op | None:
+        """The operation between ranks that it is; None where nothing is sent."""
+        return None
+
     @abstractmethod
     def dual(self) -> Rule:
         """The transpose."""
+
+    @cached_property
+    def transpose(self) -> Rule:
+        """The dual, always the same one."""
+        return self.dual()
 
     def shape(self, shape: list[int]) -> list[int]:
         """Shape of the result."""
@@ -74,7 +91,7 @@ class Rule(ABC):
     def become(self, kind: type[Rule], **more: Any) -> Rule:
         """A rule of another kind about the same axes, for the transpose."""
         label = self.label if self.label.startswith("the transpose") else f"the transpose of {self.label}"
-        return kind(self.typing, self.active, self.size, label, self.where, **more)
+        return kind(self.typing, self.active, self.real, self.size, label, self.where, **more)
 
     def varying(self, value: Value) -> None:
         """Refuse a value that does not vary over all the axes, or that varies by its type alone."""
@@ -101,6 +118,10 @@ class Sum(Rule):
 
     consequence = "a sum would be {} times too large"
 
+    @property
+    def op(self) -> Op:
+        return AllReduce()
+
     def typed(self, value: Value) -> Value:
         self.varying(value)
         return _made_same(value, self.active)
@@ -113,6 +134,10 @@ class Max(Rule):
     """``pmax``: varying -> replicated, without a derivative."""
 
     differentiable = False
+
+    @property
+    def op(self) -> Op:
+        return AllReduce("max")
 
     def typed(self, value: Value) -> Value:
         self.varying(value)
@@ -151,6 +176,10 @@ class Gather(Rule):
 
     dim: int
     replicated: bool
+
+    @property
+    def op(self) -> Op:
+        return AllGather(self.dim)
 
     def typed(self, value: Value) -> Value:
         self.varying(value)
@@ -197,6 +226,10 @@ class Scatter(Rule):
     dim: int
 
     consequence = "a sum would be {} times too large"
+
+    @property
+    def op(self) -> Op:
+        return ReduceScatter(self.dim)
 
     def typed(self, value: Value) -> Value:
         self.varying(value)
@@ -255,6 +288,10 @@ class Exchange(Rule):
     split: int
     concat: int
 
+    @property
+    def op(self) -> Op:
+        return AllToAll(self.split, self.concat)
+
     def typed(self, value: Value) -> Value:
         self.varying(value)
         return value
@@ -270,15 +307,22 @@ class Exchange(Rule):
         return replace(self, split=self.split + 1, concat=self.concat + 1)
 
 
+@dataclass(frozen=True, eq=False)
 class Permute(Rule):
     """``ppermute``: varying -> varying."""
+
+    to: tuple[int, ...]
+
+    @property
+    def op(self) -> Op:
+        return PermuteOp(self.to)
 
     def typed(self, value: Value) -> Value:
         self.varying(value)
         return value
 
     def dual(self) -> Rule:
-        return self.become(Permute)
+        return self.become(Permute, to=tuple(self.to.index(i) for i in range(len(self.to))))
 
 
 def resized(shape: list[int], dim: int, size: int) -> list[int]:

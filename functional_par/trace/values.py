@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from functional_par.comm.base import Op
 from functional_par.mesh import AXES
 from functional_par.trace.place import Place
 
@@ -82,6 +84,20 @@ class Use:
 
     def __str__(self) -> str:
         return f"layer {self.layer!r}, {self.place}"
+
+
+class Collective(NamedTuple):
+    """One call of a collective in a layer, which all ranks along the axes make.
+
+    Attributes:
+        op: what it does.
+        axes: of more than one rank each, in mesh order.
+        nbytes: size of the local input.
+    """
+
+    op: Op
+    axes: tuple[str, ...]
+    nbytes: int
 
 
 def union(values: Iterable[Value]) -> Axes:

@@ -18,7 +18,7 @@ def test_what_does_not_fit_on_some_ranks_is_told_that_they_hold_parts():
 
 def test_a_maximum_has_no_transpose():
     with pytest.raises(NotImplementedError, match="pmax has no derivative"):
-        rules.Max(None, frozenset({"tp"}), 2, "par.pmax", "layer 'loss'").dual()
+        rules.Max(None, frozenset({"tp"}), ("tp",), 2, "par.pmax", "layer 'loss'").dual()
 
 
 def test_a_pvary_of_the_split_stream_is_told_how_to_enter_it():
