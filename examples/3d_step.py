@@ -36,7 +36,8 @@ def main(argv=None):
         return []
     program, corpus = config.program(), config.corpus()
     prepare(options, mesh, program, corpus)  # whatever can be known without running is checked before a rank exists
-    return fp.run(lambda world: train(world, config, program, corpus), mesh, backend=options.backend)[0]
+    run = {"backend": options.backend, "keep_memory": config.sections.general.keep_memory}
+    return fp.run(lambda world: train(world, config, program, corpus), mesh, **run)[0]
 
 
 if __name__ == "__main__":

@@ -33,10 +33,10 @@ class Kernel(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         """As that of any Function."""
         top = _functorch.peek_interpreter_stack()
+        args = tuple(_functorch.unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args)
         if top is None:
-            plain = (_functorch.unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args)
             beyond: Any = super(torch.autograd.Function, cls)  # which does not bind the signature
-            return beyond.apply(*plain)
+            return beyond.apply(*args)
         if top.level() != _BELOW or top.key() != _functorch.TransformType.Grad or not _are_plain(args):
             return super().apply(*args)
         before = _functorch.get_single_level_autograd_function_allowed()
@@ -45,6 +45,11 @@ class Kernel(torch.autograd.Function):
             return cls._single.apply(*args)
         finally:
             _functorch.set_single_level_autograd_function_allowed(before)
+
+
+def outside_transforms() -> bool:
+    """Whether no transform of torch.func is around: a tensor made inside one does not outlive it."""
+    return _functorch.peek_interpreter_stack() is None
 
 
 def _are_plain(args: tuple[Any, ...]) -> bool:

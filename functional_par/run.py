@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from functional_par.allocator import keep_freed_memory
 from functional_par.comm.base import World
 from functional_par.comm.threads import Switchboard, ThreadWorld
 from functional_par.errors import CommError, MeshError
@@ -29,6 +30,7 @@ def run(
     backend: Backend | None = None,
     device: torch.device | str | None = None,
     timeout: float = 1800.0,
+    keep_memory: bool = False,
 ) -> list[Any]:
     """Run ``main(world)`` on every rank of ``mesh``.
 
@@ -40,6 +42,8 @@ def run(
             nccl where there is CUDA, else gloo.
         device: where tensors live; the CPU for threads and gloo, this process's GPU for nccl, if left out.
         timeout: seconds that a rank may wait for another.
+        keep_memory: from here on this process keeps the CPU memory that tensors free for the next ones, instead of giving it
+            back to the system and asking again, which takes about a twentieth of a step; see ``functional_par.allocator``.
 
     Returns:
         What ``main`` returned: of every rank in rank order for threads, and of this rank alone, in a list of one, for
@@ -57,6 +61,8 @@ def run(
         raise MeshError(f"run(main, {mesh!r}): the second argument is an fp.Mesh, such as fp.Mesh(dp=2, tp=2).")
     if not timeout > 0:
         raise CommError(f"run(timeout={timeout!r}): seconds that a rank may wait, a positive number.")
+    if keep_memory:
+        keep_freed_memory()
     if backend is None:
         backend = "threads" if not launched() else "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "threads":

@@ -104,6 +104,15 @@ def dead(f, x, w, ct):
     return f(kept[0], w)
 
 
+def dead_inside(f, x, w, ct):
+    """The same, in another transform."""
+    kept = []
+    torch.func.vjp(lambda x: kept.append(x * 2) or x, x)
+    return vjp(lambda x, w: f(x * 1, w) + f(w, torch.zeros_like(x)), x, w, ct), torch.func.vjp(
+        lambda w: f(w, w), kept[0]
+    )[0]
+
+
 def without(f, x, w, ct):
     with torch.no_grad():
         return vjp(f, x, w, ct), f(x, w)
@@ -112,7 +121,20 @@ def without(f, x, w, ct):
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, by jvp
 @pytest.mark.parametrize(
     "use",
-    [vjp, of_one, of_the_other, second, by_autograd, around_autograd, batched, in_vmap, forward_mode, dead, without],
+    [
+        vjp,
+        of_one,
+        of_the_other,
+        second,
+        by_autograd,
+        around_autograd,
+        batched,
+        in_vmap,
+        forward_mode,
+        dead,
+        dead_inside,
+        without,
+    ],
 )
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_kernel_gives_what_a_function_gives(both, use, twice):

@@ -36,11 +36,14 @@ def _size(default: Any = MISSING, low: int = 1) -> Any:
 class General:
     """Attributes:
     seed: initial values (and the order of the data, unless ``data.seed`` is given) are functions of it.
+    keep_memory: processes keep the CPU memory that tensors free for the next ones, which is faster; it goes back to the system
+        when they end.
     engine: how layers are differentiated: ``func`` by torch.func.vjp; ``tape`` by torch.autograd.grad, the same bits, a little
         faster where layers are small; ``compile`` by torch.compile, which takes minutes at the first step.
     """
 
     seed: int = key(0, low=0, high=LARGEST_SEED)
+    keep_memory: bool = key(True)
     engine: str = key("func", choices=("func", "tape", "compile"))
 
 

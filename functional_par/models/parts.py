@@ -75,7 +75,7 @@ def self_attention(
     weights = tuple(params[name]["weight"] for name in names)
     q, k, v = column_linear(x, weights, par, tuple(params[name].get("bias") for name in names))
     if theta is not None:
-        q, k = rotary(q, par, theta), rotary(k, par, theta)
+        q, k = rotary((q, k), par, theta)
     y = attention(q, k, v, par, n_heads=n_heads, n_kv_heads=n_kv_heads)
     return row_linear(y, params["out"]["weight"], par, params["out"].get("bias"), n_in=2)
 

@@ -232,8 +232,8 @@ MUTANTS = (
     Mutant(
         "rotary: the pullback turns forward",
         "nn/rotary.py",
-        "return turn(cotangent, cos, -sin), None, None",
-        "return turn(cotangent, cos, sin), None, None",
+        "back.append(turn(ct, cos, -sin))",
+        "back.append(turn(ct, cos, sin))",
         LAYERS,
     ),
     Mutant(
