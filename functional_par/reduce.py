@@ -16,7 +16,7 @@ from functional_par.bucket import Bucket
 from functional_par.buckets import buckets, contributions, rest_sums
 from functional_par.comm.base import AllReduce, World
 from functional_par.plan import Plan
-from functional_par.shards import zero_padding
+from functional_par.shards import has_padding, zero_padding
 
 
 class Gradients:
@@ -51,6 +51,8 @@ class Gradients:
         if world is not None:
             for path, n in contributions(plan, world.coords.pp).items():
                 self._expected[self._of[path]] += n
+        coords = plan.mesh.coords(rank)
+        self._padded = {path for path in self._of if has_padding(plan.specs[path], plan.mesh, coords)}
         self._accounts = [self._account(bucket) for bucket in self.buckets]
         self.begin()
 
@@ -59,7 +61,8 @@ class Gradients:
         return (Passing if passing else Whole)(bucket, self.memory, self._finish)
 
     def _finish(self, path: str, leaf: Tensor) -> None:
-        zero_padding(self.plan.specs[path], self.plan.mesh, self.plan.mesh.coords(self.rank), leaf)
+        if path in self._padded:
+            zero_padding(self.plan.specs[path], self.plan.mesh, self.plan.mesh.coords(self.rank), leaf)
 
     def begin(self) -> None:
         """Forget the step before: the next gradient of each leaf is the first."""

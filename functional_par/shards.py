@@ -79,6 +79,11 @@ def _kept(spec: Spec, mesh: Mesh, coords: Coords) -> tuple[int, ...]:
     return tuple(max(0, min(size, full - start)) for start, size, full in ends)
 
 
+def has_padding(spec: Spec, mesh: Mesh, coords: Coords) -> bool:
+    """Whether a shard holds more than its part of the leaf."""
+    return _kept(spec, mesh, coords) != spec.local_shape(mesh)
+
+
 def zero_padding(spec: Spec, mesh: Mesh, coords: Coords, part: Tensor) -> None:
     """Zero what a shard holds beyond the end of the leaf, in place."""
     for dim, kept in enumerate(_kept(spec, mesh, coords)):
