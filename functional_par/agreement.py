@@ -15,12 +15,13 @@ from functional_par.errors import MismatchError
 from functional_par.mesh import AXES
 from functional_par.pipeline.part import Part
 from functional_par.plan import Plan
+from functional_par.precision import Precision
 
 
-def check_plan(plan: Plan, world: World, dtype: torch.dtype) -> None:
+def check_plan(plan: Plan, world: World, precision: Precision) -> None:
     """MismatchError unless all ranks have the same plan. Collective over the world."""
     group = world.group(*AXES)
-    parts = _parts(plan, dtype)
+    parts = _parts(plan, precision)
     for what, ranks in _differences(group, parts, world):
         if ranks:
             shown = parts[what]
@@ -63,7 +64,7 @@ def _differences(group: Group, texts: Mapping[str, str], world: World) -> list[t
     ]
 
 
-def _parts(plan: Plan, dtype: torch.dtype) -> Mapping[str, str]:
+def _parts(plan: Plan, precision: Precision) -> Mapping[str, str]:
     """The parts of a plan in words, which are the same in every process that has made it alike."""
     stages = " | ".join(f"rank {pp}: {' '.join(names)}" for pp, names in zip(plan.placement, plan.stages, strict=True))
     leaves = "; ".join(
@@ -80,7 +81,7 @@ def _parts(plan: Plan, dtype: torch.dtype) -> Mapping[str, str]:
         "the leaves and how they are cut": leaves,
         "the ties": str(dict(plan.aliases)),
         "the modes": f"{plan.mode.value}, async_comm={plan.async_comm}, data over {plan.data_axes}, "
-        f"zero={plan.zero}, buckets of {plan.bucket_mb:g} MiB, {dtype}",
+        f"zero={plan.zero}, buckets of {plan.bucket_mb:g} MiB, {precision}",
         "the maps on gradients": maps,
         "what is computed again (remat)": str(dict(plan.remat)),
     }

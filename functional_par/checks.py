@@ -22,7 +22,7 @@ def check_options(optimizer: Any, dtype: Any, clip: Any, norm: Any) -> None:
         raise CompositionError(
             f"step(optimizer={optimizer!r}): it is one of fp.optim, such as fp.optim.adamw(lr=3e-4)."
         )
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
         raise CompositionError(f"step(dtype={dtype!r}): parameters have a floating-point dtype, such as torch.float32.")
     if norm not in (1.0, 2.0, math.inf):
         raise CompositionError(f"norm={norm!r}: the order of the gradient norm is 1, 2 or inf.")

@@ -13,19 +13,20 @@ from functional_par.comm.base import World
 from functional_par.model import init_leaf
 from functional_par.optim.base import Optimizer
 from functional_par.plan import Plan
+from functional_par.precision import Precision
 from functional_par.state import State
 from functional_par.zero.parts import together
 
 
-def initial(plan: Plan, world: World, optimizer: Optimizer, seed: int, dtype: torch.dtype) -> State:
-    """See ``Step.init``."""
+def initial(plan: Plan, world: World, optimizer: Optimizer, seed: int, precision: Precision) -> State:
+    """See ``Step.init``. Values are drawn in the dtype of the master and then rounded."""
     cut = slices(plan, world.rank)
     parameters = cut if plan.zero == 3 else {}
-    params = {}
+    drawn = {}
     for path in plan.held(world.coords.pp):
-        params[path] = _draw(plan, world, path, seed, dtype, parameters.get(path))
-    params = together(plan, world.rank, params)
-    return State(0, seed, params, optimizer.init(trained(plan, params, cut)))
+        drawn[path] = _draw(plan, world, path, seed, precision.master, parameters.get(path))
+    params = together(plan, world.rank, {path: leaf.to(precision.compute) for path, leaf in drawn.items()})
+    return State(0, seed, params, optimizer.init(trained(plan, drawn if precision.mastered else params, cut)))
 
 
 def trained(plan: Plan, params: Mapping[str, Tensor], cut: Mapping[str, Slice]) -> dict[str, Tensor]:

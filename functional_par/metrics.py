@@ -14,7 +14,11 @@ from functional_par.buckets import cut_axes
 from functional_par.comm.base import AllReduce, World
 from functional_par.errors import ModelError, StateError
 from functional_par.mesh import AXES
+from functional_par.optim.base import slot_dtype
 from functional_par.plan import Plan
+
+HEAD = 5
+"""Numbers of a rank before those of its leaves."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Totals:
         parts = torch.zeros(len(self.paths), dtype=torch.float64, device=world.device)
         mine = [(i, grads[path]) for i, path in self.mine if grads[path].numel()]  # a slice may be empty
         if mine:
-            norms = torch.stack([torch.linalg.vector_norm(grad, self.norm) for _, grad in mine]).double()
+            norms = torch.stack([_norm(grad, self.norm) for _, grad in mine]).double()
             index = torch.tensor([i for i, _ in mine], device=world.device)
             parts[index] = norms if math.isinf(self.norm) else norms**self.norm
         return parts
@@ -136,3 +140,8 @@ def clip_coefficient(norm: float, clip: float | None) -> float:
 
 def _reduce(world: World, x: Tensor, op: Literal["sum", "max"]) -> Tensor:
     return world.group(*AXES).start(AllReduce(op), x, donate=True).wait()
+
+
+def _norm(x: Tensor, order: float) -> Tensor:
+    """Norm of a tensor, worked out in float32 or better."""
+    return torch.linalg.vector_norm(x, order, dtype=slot_dtype(x.dtype))

@@ -19,6 +19,7 @@ from functional_par.par import TensorParallelMode
 from functional_par.pipeline.costs import Costs
 from functional_par.pipeline.schedule import Schedule
 from functional_par.pipeline.schedules import make_schedule
+from functional_par.precision import Precision, chosen
 from functional_par.spec import Debt, Spec
 from functional_par.trace import Setting, Trace, trace
 
@@ -57,6 +58,7 @@ class Plan:
         bucket_mb: MiB of gradients that are summed in one collective.
         remat: layer name to what is kept of its forward, "full" or "selective" as ``remat`` defines them; of all others
             everything is kept.
+        precision: the dtypes of a step, where ``precision`` says them; None leaves them to the step.
         maps: the user's own maps on gradients and updates, in the order of the transforms.
         map_groups: (axes, stages) of the collectives of these maps.
     """
@@ -82,6 +84,7 @@ class Plan:
     zero: int = 0
     bucket_mb: float = 48.0
     remat: Mapping[str, str] = field(default_factory=dict)
+    precision: Precision | None = None
     maps: tuple[GradientMap, ...] = ()
     map_groups: frozenset[tuple[tuple[str, ...], tuple[int, ...]]] = frozenset()
     _traces: dict[Any, Trace] = field(default_factory=dict, compare=False, repr=False)
@@ -121,6 +124,10 @@ class Plan:
         """What is known by the paths of ``model``, under all names of the model as written; paths left out stay out."""
         names = ((name, self.aliases.get(name, name)) for name in self.source.leaves)
         return {name: flat[path] for name, path in names if path in flat}
+
+    def precise(self, dtype: torch.dtype | None = None, asked: str = "memory") -> Precision:
+        """The dtypes of a step, for a caller who asks for a dtype or leaves it to the plan; raises as ``chosen`` does."""
+        return chosen(self.precision, dtype, asked)
 
     def replica(self, rank: int) -> int:
         """Which share of the batch a rank works on."""

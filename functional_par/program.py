@@ -88,7 +88,7 @@ class Program:
         clip: float | None = None,
         norm: float = 2.0,
         donate: bool = False,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         engine: str = "func",
         poison: bool = False,
     ) -> Step:
@@ -100,7 +100,8 @@ class Program:
             clip: largest global gradient norm; gradients are scaled down to it. None leaves them alone.
             norm: order of the global norm: 1, 2 or inf.
             donate: the step consumes the state it is given and reuses its memory; using that state again raises.
-            dtype: of the parameters and activations. Gradients are accumulated in float32, or float64 for float64.
+            dtype: of the parameters and activations; by default as ``fp.precision`` says, else float32. Without one it means
+                ``fp.precision(compute=dtype)``: sums, and the optimizer's copy of the parameters, are float32 or better.
             engine: ``"func"`` differentiates with torch.func.vjp, ``"tape"`` with torch.autograd.grad; same numbers.
                 ``"compile"`` compiles each layer function with torch.compile (``"compile:aot_eager"`` and so on for another
                 backend than inductor): other rounding, and minutes at the first step.

@@ -15,7 +15,9 @@ from functional_par.errors import StateError
 from functional_par.initial import trained
 from functional_par.optim import Optimizer
 from functional_par.optim.base import slot_dtype
+from functional_par.optim.master import with_masters
 from functional_par.plan import Plan
+from functional_par.precision import Precision
 from functional_par.shards import cut
 from functional_par.state import State
 from functional_par.zero.parts import together
@@ -30,7 +32,7 @@ def restore(
     *,
     step: int | None,
     seed: int,
-    dtype: torch.dtype,
+    precision: Precision,
     device: torch.device,
 ) -> State:
     """The state of ``rank``; see ``Step.load``."""
@@ -43,21 +45,23 @@ def restore(
         raise StateError(f"load(step={step!r}): the number of steps done is an integer of at least 0.")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise StateError(f"load(seed={seed!r}): the seed of a run is an integer.")
-    own = slices(plan, rank)
-    leaves = _shards(plan, rank, params, "params", dtype, device, tuple(plan.specs), own if plan.zero == 3 else {})
-    leaves = together(plan, rank, leaves)
-    if opt is None:
-        return State(step, seed, leaves, optimizer.init(trained(plan, leaves, own)))
-    if not isinstance(opt, Mapping):
+    if opt is not None and not isinstance(opt, Mapping):
         raise StateError(f"load(opt=...): a dict of slots, as step.gather_opt returns it, not {type(opt).__name__}.")
+    params, opt = with_masters(plan, optimizer, precision, params, opt)
+    own = slices(plan, rank)
+    cut = own if plan.zero == 3 else {}
+    wide = _shards(plan, rank, params, "params", precision.master, device, tuple(plan.specs), cut)
+    leaves = together(plan, rank, {path: leaf.to(precision.compute) for path, leaf in wide.items()})
+    if opt is None:
+        return State(step, seed, leaves, optimizer.init(trained(plan, wide if precision.mastered else leaves, own)))
     if set(opt) != set(optimizer.slots):
         raise StateError(
             f"load(opt=...): it has the slots {', '.join(opt) or 'none'}, but {optimizer.name} keeps "
             f"{', '.join(optimizer.slots) or 'none'}. Build the step with the optimizer that made them, or leave opt out to "
             "start it afresh."
         )
-    wide, paths = slot_dtype(dtype), tuple(path for path, spec in plan.specs.items() if spec.trainable)
-    slots = {slot: _shards(plan, rank, flat, f"opt[{slot!r}]", wide, device, paths, own) for slot, flat in opt.items()}
+    kind, paths = slot_dtype(precision.master), tuple(path for path, spec in plan.specs.items() if spec.trainable)
+    slots = {slot: _shards(plan, rank, flat, f"opt[{slot!r}]", kind, device, paths, own) for slot, flat in opt.items()}
     return State(step, seed, leaves, slots)
 
 

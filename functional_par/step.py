@@ -25,6 +25,7 @@ from functional_par.maps.apply import apply as apply_maps
 from functional_par.metrics import Totals, clip_coefficient
 from functional_par.optim import Optimizer
 from functional_par.optim.base import Slots, slot_dtype
+from functional_par.optim.master import MASTER, with_master
 from functional_par.pipeline.part import lanes
 from functional_par.pipeline.recording import Recording
 from functional_par.pipeline.runner import Losses, Runner
@@ -47,7 +48,8 @@ class Step:
 
     1. The loss terms of the whole batch are counted; the loss is scaled by the count before backward, so gradients are
        plain sums however the batch is cut.
-    2. The schedule runs; gradients accumulate in float32 or better, in the order of the microbatches.
+    2. The schedule runs; gradients accumulate in the order of the microbatches, in float32 or better unless ``precision``
+       says otherwise.
     3. Debts are paid: one collective a bucket, which starts as soon as the last gradient has been added to it.
     4. One sum over the world gives loss and gradient norm, the same on every rank. It also orders this step's reads of
        shared buffers before the writes that follow.
@@ -63,21 +65,22 @@ class Step:
         clip: float | None = None,
         norm: float = 2.0,
         donate: bool = False,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         engine: str = "func",
         poison: bool = False,
     ) -> None:
         check_options(optimizer, dtype, clip, norm)
         check_whole(plan)
         check_threads(plan, world)
-        check_plan(plan, world, dtype)
-        self.plan, self.world, self.optimizer = plan, world, optimizer
-        self.clip, self.norm, self.donate, self.dtype = clip, norm, donate, dtype
+        self.precision = plan.precise(dtype, "step")
+        check_plan(plan, world, self.precision)
+        self.plan, self.world, self.optimizer = plan, world, with_master(optimizer, self.precision)
+        self.clip, self.norm, self.donate, self.dtype = clip, norm, donate, self.precision.compute
         self.slices, self.parameter_slices = slices(plan, world.rank), parameter_slices(plan, world.rank)
         self.shapes = {path: self._shape(path) for path in plan.held(world.coords.pp)}
-        self.sliced = make_sliced(plan, world, optimizer, inplace=donate)
+        self.sliced = make_sliced(plan, world, self.optimizer, inplace=donate)
         self.totals = Totals(plan, world.rank, norm)
-        self.runner = Runner(plan, world, dtype, engine, poison)
+        self.runner = Runner(plan, world, self.dtype, engine, poison)
         self._kept: Gradients | None = None
         self.par = self._prepare()
 
@@ -97,7 +100,7 @@ class Step:
 
     def init(self, seed: int = 0) -> State:
         """The initial state: this rank draws just its own shards, the same values in every layout."""
-        return initial(self.plan, self.world, self.optimizer, seed, self.dtype)
+        return initial(self.plan, self.world, self.optimizer, seed, self.precision)
 
     def __call__(self, state: State, batch: Any, recording: Recording | None = None) -> tuple[State, Metrics]:
         """One step.
@@ -161,7 +164,7 @@ class Step:
         """The optimizer's state whole, on every rank: slot name, then a nested dict of the trainable leaves. Collective."""
         self._leaves_of(state)
         trained = tuple(path for path, spec in self.plan.specs.items() if spec.trainable)
-        wide = slot_dtype(self.dtype)
+        wide = slot_dtype(self.precision.master)
         return {slot: self._whole(flat, wide, trained, self.slices) for slot, flat in state.flat_opt.items()}
 
     def load(
@@ -193,7 +196,7 @@ class Step:
             opt,
             step=step,
             seed=seed,
-            dtype=self.dtype,
+            precision=self.precision,
             device=self.world.device,
         )
 
@@ -251,8 +254,8 @@ class Step:
         grads = self._kept
         if grads is None:
             early = not any(each.phase == "local" for each in self.plan.maps)  # such maps need all gradients, unsummed
-            world, wide = self.world, torch.promote_types(self.dtype, torch.float32)
-            memory = Memory(wide, world.device, self.runner.buffers.poison)
+            world, kinds = self.world, self.precision
+            memory = Memory(kinds.accumulate, world.device, self.runner.buffers.poison, kinds.wire)
             grads = Gradients(self.plan, world.rank, memory, world if early else None)
             self._kept = grads if self.donate else None
         grads.begin()
@@ -264,10 +267,12 @@ class Step:
             state.consume()
         mapped = any(each.phase == "update" for each in self.plan.maps)
         trainable = {path: moment.params[path] for path in grads}
-        old = {path: leaf.clone() for path, leaf in trainable.items()} if mapped else {}
+        mastered = self.precision.mastered
+        old = {path: x.clone() for path, x in (slots[MASTER] if mastered else trainable).items()} if mapped else {}
         moved, slots = self._moved(grads, slots, trainable, state.step)
         if mapped:
-            moved = self._mapped(moved, replace(moment, params=old))
+            masters = self._mapped(slots[MASTER] if mastered else moved, replace(moment, params=old))
+            moved = {path: leaf.copy_(masters[path]) for path, leaf in moved.items()}
         return State(state.step + 1, state.seed, {**moment.params, **moved}, slots)
 
     def _moved(

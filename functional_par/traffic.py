@@ -28,7 +28,7 @@ def step_traffic(
     plan: Plan,
     rank: int,
     batch: Fields | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     norm: float = 2.0,
 ) -> Traffic:
     """What one rank communicates in a training step, but for what the user's own maps on gradients exchange.
@@ -40,7 +40,7 @@ def step_traffic(
         plan: a finished plan.
         rank: whose traffic.
         batch: shape and dtype of each field of a microbatch; by default a small one.
-        dtype: of parameters and activations.
+        dtype: of parameters and activations; by default as ``precision`` says, else float32.
         norm: order of the gradient norm.
 
     >>> import functional_par as fp
@@ -54,15 +54,16 @@ def step_traffic(
     gradients dp all_reduce 1 2752 2752
     metrics ep+pp+dp+cp+tp all_reduce 1 136 204
     """
-    traced = plan.trace(batch, dtype)
+    kinds = plan.precise(dtype, "step_traffic")
+    traced = plan.trace(batch, kinds.compute)
     return total(
         (
             *layer_calls(plan, traced, rank),
             *message_calls(plan, traced, rank),
             *_count_calls(plan),
-            *_gradient_calls(plan, rank, torch.promote_types(dtype, torch.float32).itemsize),
+            *_gradient_calls(plan, rank, kinds.reduce.itemsize),
             *_metric_calls(plan, norm),
-            *_parameter_calls(plan, rank, dtype.itemsize),
+            *_parameter_calls(plan, rank, kinds.compute.itemsize),
         )
     )
 

@@ -51,6 +51,7 @@ PUBLIC = [
     "on_updates",
     "optim",
     "pipeline",
+    "precision",
     "remat",
     "reparam",
     "run",

@@ -22,6 +22,7 @@ from .trace.harness import batch_of, column, model_of
 
 ROWS, SEQ, VOCAB = 12, 4, 13
 TIE = fp.tie("head.weight", "embed.weight")
+NARROW = fp.precision("float64", reduce="bf16")
 
 
 def composed(*transforms, mode="ALL_REDUCE", async_comm=False, schedule="1f1b", microbatches=2, zero=0, **pp):
@@ -51,6 +52,7 @@ FAMILIES = {
     "dp2 x tp2": (Mesh(dp=2, tp=2), {f"{m} {z}": composed(mode=m, zero=z) for m, z in (("ALL_REDUCE", 0), (RS, 1), (RS, 3))}),
     "dp2 x pp2": (Mesh(dp=2, pp=2), {"zero 2": composed(TIE, zero=2), "zbv, zero 3": composed(schedule="zbv", zero=3)}),
     "2x2x2": (Mesh(dp=2, pp=2, tp=2), {"gpt": composed(TIE, mode=RS, async_comm=True, microbatches=3)}),
+    "reduce in bfloat16": (Mesh(dp=2, pp=2), {f"zero {z}": composed(TIE, NARROW, zero=z) for z in (0, 1, 3)}),
     "remat": (Mesh(tp=2, dp=2), {p: composed(fp.remat(p), mode=RS, zero=3) for p in ("full", "selective")}),
 }  # fmt: skip
 
@@ -80,7 +82,8 @@ def test_a_step_sends_just_what_the_formula_says(family):
     for i, transforms in enumerate(layouts.values()):
         model = small_llama(VOCAB, 2, SEQ, kv_heads=1) if i % 2 == 0 else small_gpt(VOCAB, 2, SEQ)
         program = fp.compose(*transforms)(model)
-        check(program, mesh, token_batch(VOCAB, ROWS, SEQ), **[{}, {"dtype": torch.float32, "norm": math.inf}][i % 2])
+        kind = torch.float32 if i % 2 and program.plan(mesh).precision is None else torch.float64
+        check(program, mesh, token_batch(VOCAB, ROWS, SEQ), kind, math.inf if i % 2 else 2.0)
 
 
 def busy(p, x, par):

@@ -13,6 +13,7 @@ from functional_par.pipeline.memory import MemoryBound, held_bytes, live_microba
 from functional_par.pipeline.split import Need, best_split, gigabytes
 from functional_par.pipeline.told import fields_of
 from functional_par.plan import Plan
+from functional_par.precision import Precision
 
 
 def fitting_stages(plan: Plan, bound: MemoryBound, costs: Sequence[int]) -> tuple[tuple[str, ...], ...]:
@@ -36,7 +37,8 @@ def fitting_stages(plan: Plan, bound: MemoryBound, costs: Sequence[int]) -> tupl
 
 def check_fit(plan: Plan, bound: MemoryBound) -> None:
     """Raise CompositionError for a finished plan with a rank that has no room for its stages."""
-    needs = rank_memory(plan, fields_of(plan.model, bound.batch or {}, bound.dtype), bound.dtype, bound.slots)
+    dtype = plan.precise(bound.dtype, "stage_pp(memory=...)").compute
+    needs = rank_memory(plan, fields_of(plan.model, bound.batch or {}, dtype), dtype, bound.slots)
     pp, most = max(enumerate(needs), key=lambda entry: entry[1].total)
     if most.total > bound.bytes:
         stages = ", ".join(f"stage {s} ({' '.join(plan.stages[s])})" for s in plan.stages_on(pp))
@@ -57,12 +59,13 @@ class _Leaf:
 
 def _need(plan: Plan, bound: MemoryBound) -> Need:
     """Bytes of a stage of some layers."""
-    traced = plan.trace(fields_of(plan.model, bound.batch or {}, bound.dtype), bound.dtype).layers
+    kinds = plan.precise(bound.dtype, "stage_pp(memory=...)")
+    traced = plan.trace(fields_of(plan.model, bound.batch or {}, kinds.compute), kinds.compute).layers
     names = [layer.name for layer in plan.model.layers]
     layers = layers_kept(plan, traced, None)
     kept = [layers[name] for name in names]
     kept[-1] = Kept.of_stage([kept[-1], layers[LOSS]])
-    leaves = _leaves(plan, bound)
+    leaves = _leaves(plan, kinds, bound.slots)
     single = [0] * len(names)
     for leaf in leaves:
         if len(leaf.readers) == 1:
@@ -71,7 +74,7 @@ def _need(plan: Plan, bound: MemoryBound) -> Need:
     saved, waits, held = (
         [0, *accumulate(each)] for each in ([k.forward for k in kept], [k.waiting for k in kept], single)
     )
-    passing = passing_bytes(plan, range(len(plan.stages)), bound.dtype)
+    passing = passing_bytes(plan, range(len(plan.stages)), kinds)
     live, where = live_microbatches(plan.timetable), plan.placement
     waiting = [most_waiting(plan.timetable, stage) for stage in range(len(live))]
     peak = _Most([before + each.again for before, each in zip(saved[1:], kept, strict=True)])
@@ -104,13 +107,10 @@ class _Most:
         return max(self.tables[k][start], self.tables[k][end - (1 << k)])
 
 
-def _leaves(plan: Plan, bound: MemoryBound) -> list[_Leaf]:
+def _leaves(plan: Plan, kinds: Precision, slots: int) -> list[_Leaf]:
     last = len(plan.model.layers) - 1
     readers: dict[str, set[int]] = {path: set() for path in plan.specs}
     for i, layer in enumerate(plan.model.all_layers):
         for path in layer.paths:
             readers[path].add(min(i, last))
-    return [
-        _Leaf(sum(held_bytes(plan, [path], bound.dtype, bound.slots)), tuple(sorted(at)))
-        for path, at in readers.items()
-    ]
+    return [_Leaf(sum(held_bytes(plan, [path], kinds, slots)), tuple(sorted(at))) for path, at in readers.items()]

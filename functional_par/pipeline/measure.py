@@ -26,7 +26,7 @@ from functional_par.run_par import RunPar
 def measure(
     model: Model | Program,
     batch: Mapping[str, Tensor] | Mapping[str, Sequence[int]],
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     engine: str = "func",
     rounds: int = 3,
 ) -> LayerCosts:
@@ -38,7 +38,7 @@ def measure(
     Args:
         model: a model, or a program, whose ties are applied.
         batch: a microbatch, or the shape of each of its fields, to be filled with random numbers.
-        dtype: of parameters and activations.
+        dtype: of parameters and activations; by default as ``fp.precision`` of the program says, else float32.
         engine: as for ``program.step``.
         rounds: how often each layer is timed, after one run that is not.
 
@@ -46,6 +46,7 @@ def measure(
         CompositionError: neither a model nor a program, fields or shapes that the model does not take, or fewer than one round.
     """
     plan = _plan(model)
+    dtype = plan.precise(dtype, "measure").compute
     fields = _microbatch(plan.model, batch, dtype)
     if isinstance(rounds, bool) or not isinstance(rounds, int) or rounds < 1:
         raise CompositionError(f"measure(rounds={rounds!r}): it is an integer of at least 1.")
@@ -66,7 +67,7 @@ def _plan(model: Any) -> Plan:
         raise CompositionError(f"measure({type(model).__name__}): give an fp.Model or a program of fp.compose.")
     whole = model.plan(Mesh())
     if len(whole.stages) > 1:
-        whole = replace(compose()(model.model).plan(Mesh()), remat=whole.remat)
+        whole = replace(compose()(model.model).plan(Mesh()), remat=whole.remat, precision=whole.precision)
     return whole
 
 

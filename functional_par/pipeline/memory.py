@@ -16,6 +16,7 @@ from functional_par.pipeline.kept import Kept, most_kept, stages_kept
 from functional_par.pipeline.live import peaks
 from functional_par.pipeline.schedule import Schedule
 from functional_par.pipeline.told import SLOTS
+from functional_par.precision import Precision
 from functional_par.zero.memory import held_elements, passing_elements
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ class MemoryBound:
         bytes: for parameters, gradients, optimizer state and activations together.
         batch: shape of each field of a microbatch; by default those that the costs of the layers were measured with, or that
             the model itself declares, if it leaves neither rows nor other sizes open.
-        dtype: of parameters and activations.
-        slots: tensors that the optimizer keeps for each leaf; AdamW has two.
+        dtype: of parameters and activations; by default the program's, or float32.
+        slots: tensors that the optimizer keeps for each leaf, its copy of the parameters not counted; AdamW has two.
 
     Raises:
         CompositionError: a bound that is not positive, or a negative number of slots.
@@ -39,7 +40,7 @@ class MemoryBound:
 
     bytes: float
     batch: Mapping[str, Sequence[int]] | None = None
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     slots: int = SLOTS
 
     def __post_init__(self) -> None:
@@ -60,8 +61,8 @@ class Memory:
     """Bytes of one stage, or of one pipeline rank with all its stages.
 
     Attributes:
-        parameters, gradients, state: of the leaves it holds, each once; gradients and the optimizer's state are float32 or
-            float64.
+        parameters, gradients, state: of the leaves it holds, each once, in the dtypes of ``precision``; the optimizer's own
+            copy of the parameters is a part of its state.
         saved: what its layers keep for the backward of one microbatch.
         live: microbatches whose forward has run and whose backward has not ended, at most.
         activations: what is kept at most at a time, with what a layer that runs again takes, and what weight gradients of such
@@ -85,7 +86,7 @@ class Memory:
 def stage_memory(
     plan: Plan,
     batch: Fields | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     optimizer: Optimizer | int = SLOTS,
     saved: Mapping[str, int] | None = None,
 ) -> tuple[Memory, ...]:
@@ -95,52 +96,54 @@ def stage_memory(
         plan: a finished plan.
         batch: shape and dtype of each field of a microbatch; by default of the shapes that the plan was told with its costs or
             its bound of memory, else ``plan.example()``: one row, and small sizes where the model leaves them open.
-        dtype: of parameters and activations.
+        dtype: of parameters and activations; by default as ``precision`` says, else float32.
         optimizer: the optimizer, or how many tensors it keeps for each leaf.
         saved: bytes that each layer keeps for the backward of one such microbatch, as ``fp.measure`` finds them; by default
             as counted in the trace, that is without the fast kernels.
     """
-    kept, schedule = stages_kept(plan, batch, dtype, saved), plan.timetable
+    kinds, schedule = plan.precise(dtype), plan.timetable
+    kept = stages_kept(plan, batch, kinds.compute, saved)
     slots = optimizer if isinstance(optimizer, int) else len(optimizer.slots)
     result = []
     for stage, live in enumerate(live_microbatches(schedule)):
         alone = [own if at == stage else Kept() for at, own in enumerate(kept)]
         most = max(most_kept(schedule, rank, alone) for rank in range(schedule.ranks))
-        held = held_bytes(plan, plan.stage_leaves(stage), dtype, slots)
-        result.append(Memory(*held, kept[stage].forward, live, most, passing_bytes(plan, [stage], dtype)))
+        held = held_bytes(plan, plan.stage_leaves(stage), kinds, slots)
+        result.append(Memory(*held, kept[stage].forward, live, most, passing_bytes(plan, [stage], kinds)))
     return tuple(result)
 
 
 def rank_memory(
     plan: Plan,
     batch: Fields | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     optimizer: Optimizer | int = SLOTS,
     saved: Mapping[str, int] | None = None,
 ) -> tuple[Memory, ...]:
     """Bytes of a rank at each pp coordinate: its leaves once, and the most that its stages keep at one time."""
-    kept, lives = stages_kept(plan, batch, dtype, saved), peaks(plan.timetable)
+    kinds, lives = plan.precise(dtype), peaks(plan.timetable)
+    kept = stages_kept(plan, batch, kinds.compute, saved)
     slots = optimizer if isinstance(optimizer, int) else len(optimizer.slots)
     result = []
     for pp in range(plan.mesh.pp):
         mine = sum(kept[stage].forward for stage in plan.stages_on(pp))
         most = most_kept(plan.timetable, pp, kept)
-        held = held_bytes(plan, plan.held(pp), dtype, slots)
-        result.append(Memory(*held, mine, lives[pp], most, passing_bytes(plan, plan.stages_on(pp), dtype)))
+        held = held_bytes(plan, plan.held(pp), kinds, slots)
+        result.append(Memory(*held, mine, lives[pp], most, passing_bytes(plan, plan.stages_on(pp), kinds)))
     return tuple(result)
 
 
-def held_bytes(plan: Plan, paths: Iterable[str], dtype: torch.dtype, slots: int) -> tuple[int, int, int]:
+def held_bytes(plan: Plan, paths: Iterable[str], kinds: Precision, slots: int) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer state of some leaves on one rank."""
     held, trained, moved = held_elements(plan, paths)
-    wide = slot_dtype(dtype).itemsize
-    return held * dtype.itemsize, trained * wide, moved * wide * slots
+    each = slot_dtype(kinds.master).itemsize * slots + (kinds.master.itemsize if kinds.mastered else 0)
+    return held * kinds.compute.itemsize, trained * kinds.accumulate.itemsize, moved * each
 
 
-def passing_bytes(plan: Plan, stages: Iterable[int], dtype: torch.dtype) -> int:
+def passing_bytes(plan: Plan, stages: Iterable[int], kinds: Precision) -> int:
     """Bytes of parameters that are gathered, and of gradients that are not yet reduced, at most at a time."""
     gathered, waiting = passing_elements(plan, (layer.name for s in stages for layer in plan.stage_layers(s)))
-    return gathered * dtype.itemsize + waiting * slot_dtype(dtype).itemsize
+    return gathered * kinds.compute.itemsize + waiting * kinds.accumulate.itemsize
 
 
 def live_microbatches(schedule: Schedule) -> tuple[int, ...]:

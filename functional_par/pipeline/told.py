@@ -24,12 +24,12 @@ class Told:
 
     Attributes:
         batch: shape of each field of a microbatch.
-        dtype: of parameters and activations.
+        dtype: of parameters and activations; None is the program's, or float32.
         slots: tensors that the optimizer keeps for each leaf.
     """
 
     batch: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     slots: int = SLOTS
 
 

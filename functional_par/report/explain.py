@@ -13,13 +13,9 @@ from functional_par.buckets import buckets
 from functional_par.pipeline.told import Told, check_shapes, shapes_of
 from functional_par.plan import Plan
 from functional_par.report.memory import held_by
-from functional_par.report.stages import stages
+from functional_par.report.stages import precision_of, stages
 from functional_par.report.text import braces, ranges, size, table
 from functional_par.spec import Debt, Spec
-
-BYTES = 4
-"""Bytes of one gradient element: gradients are accumulated and reduced in float32 (float64 runs double this)."""
-
 
 ZERO = {
     1: "each keeps and moves the optimizer's state of its slices; parameters are gathered after each bucket's update",
@@ -69,6 +65,8 @@ def _header(plan: Plan) -> str:
         f"{plan.mesh}: {plan.mesh.size} rank{'s' if plan.mesh.size > 1 else ''}, "
         f"{parameters:,} parameters, at most {most:,} a rank"
     ]
+    if plan.precision is not None:
+        lines.append(f"precision         {plan.precision}")
     if "tp" in plan.active:
         lines.append(f"tensor parallel   {plan.mode.value}, async_comm={plan.async_comm}")
     if "pp" in plan.active:
@@ -132,11 +130,17 @@ def _own_payers(plan: Plan, spec: Spec) -> Iterable[str]:
 def _reduced(plan: Plan, bucket: Bucket, path: str) -> Iterable[str]:
     """The step's own reduction of a leaf, if there is one."""
     if len(bucket.ranks) > 1:
-        yield f"{_kind(bucket)} {bucket.label}, {size(prod(plan.specs[path].local_shape(plan.mesh)) * BYTES)}"
+        number = prod(plan.specs[path].local_shape(plan.mesh)) * _width(plan)
+        yield f"{_kind(bucket)} {bucket.label}, {size(number)}"
     start = next(start for other, _, start in bucket.places() if other == path)
     for rest in bucket.rest:
         if rest.start <= start < rest.stop:
             yield f"then all_reduce {'+'.join(rest.axes)} of the slice"
+
+
+def _width(plan: Plan) -> int:
+    """Bytes of one element of a gradient that travels."""
+    return precision_of(plan).reduce.itemsize
 
 
 def _kind(bucket: Bucket) -> str:
@@ -161,6 +165,6 @@ def _buckets(plan: Plan) -> str:
         shown = "  ".join("{" + ranges(ranks) + "}" for ranks in sets[:8]) + ("  ..." if len(sets) > 8 else "")
         name = f"{_kind(first)} {first.label}" if plan.zero else first.label
         name = f"{name}, {len(alike)} times" if len(alike) > 1 else name
-        part = [size(first.part * BYTES)] if plan.zero else []
-        rows.append((name, str(len(first.paths)), size(first.elements * BYTES), *part, shown))
+        part = [size(first.part * _width(plan))] if plan.zero else []
+        rows.append((name, str(len(first.paths)), size(first.elements * _width(plan)), *part, shown))
     return table(rows)

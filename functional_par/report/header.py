@@ -12,7 +12,7 @@ from functional_par.pipeline.memory import stage_memory
 from functional_par.pipeline.told import Told, fields_of
 from functional_par.plan import Plan
 from functional_par.report.explain import Explanation, explain
-from functional_par.report.stages import activations, held_by_state, share
+from functional_par.report.stages import activations, held_by_state, run_again, share
 from functional_par.report.text import size
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def header(config: Config, plan: Plan, corpus: Corpus | None = None, backend: st
         ("ranks", f"{plan.mesh} = {plan.mesh.size}" + (f", {backend}" if backend else "")),
         ("tensor", _tensor(plan)),
         *_stages(config, plan),
+        *([("remat", run_again(plan))] if plan.remat else []),
         ("batch", _batch(config)),
         ("optimizer", _optimizer(config)),
     ]
@@ -55,7 +56,9 @@ def parameters(plan: Plan) -> int:
 def _model(config: Config, plan: Plan) -> str:
     m = config.sections.model
     tied = ", ".join(f"{name} = {leaf}" for name, leaf in plan.aliases.items() if name != leaf)
-    return f"{m.name}, {parameters(plan):,} parameters, {m.dtype}" + (f", tied: {tied}" if tied else "")
+    return f"{m.name}, {parameters(plan):,} parameters, {plan.precise(config.dtype)}" + (
+        f", tied: {tied}" if tied else ""
+    )
 
 
 def _tensor(plan: Plan) -> str:
@@ -65,7 +68,7 @@ def _tensor(plan: Plan) -> str:
 
 def _stages(config: Config, plan: Plan) -> Iterator[tuple[str, str]]:
     told = told_by(config, plan)
-    memories = stage_memory(plan, fields_of(plan.model, told.batch, told.dtype), told.dtype, told.slots)
+    memories = stage_memory(plan, fields_of(plan.model, told.batch, config.dtype), config.dtype, told.slots)
     for stage, (layers, memory) in enumerate(zip(plan.stages, memories, strict=True)):
         count = sum(math.prod(plan.specs[path].shape) for path in plan.stage_leaves(stage))
         names = layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"

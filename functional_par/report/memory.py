@@ -13,20 +13,20 @@ from functional_par.zero.memory import held_elements
 
 
 def check_memory(plan: Plan, dtype: torch.dtype, backend: str, available: int | None = None) -> None:
-    """Raise ConfigError if parameters and gradients alone are more than the machine has.
+    """Raise ConfigError if parameters, their master copies if any, and gradients alone are more than the machine has.
 
     A lower bound: activations, optimizer and batch come on top. GPUs say themselves when they are full.
 
     Args:
         plan: what each rank holds.
-        dtype: of parameters; gradients are accumulated in float32 or better.
+        dtype: of parameters.
         backend: "threads" has every rank on this machine, "gloo" as many as torchrun says.
         available: bytes; None asks the machine.
     """
     available = physical_memory() if available is None else available
     if available is None or backend == "nccl":
         return
-    held = [sum(held_bytes(plan, plan.held(pp), dtype, 0)) for pp in range(plan.mesh.pp)]
+    held = [sum(held_bytes(plan, plan.held(pp), plan.precise(dtype), 0)) for pp in range(plan.mesh.pp)]
     if backend == "threads":
         ranks, needed = plan.mesh.size, sum(held) * (plan.mesh.size // len(held))
     else:

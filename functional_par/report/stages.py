@@ -9,7 +9,8 @@ from functional_par.pipeline.memory import Memory, rank_memory, stage_memory
 from functional_par.pipeline.products import FULL, SELECTIVE
 from functional_par.pipeline.told import Told, fields_of
 from functional_par.plan import Fields, Plan
-from functional_par.report.text import collapse, fields, ranges, size, table
+from functional_par.precision import Precision
+from functional_par.report.text import collapse, fields, listed, ranges, size, table
 from functional_par.zero.memory import held_elements
 
 
@@ -53,11 +54,11 @@ def activations(memory: Memory) -> str:
 def _legend(plan: Plan) -> str:
     told = _told(plan)
     lines = [
-        f"state: {_state(told)}. activations: microbatches alive at a",
+        f"state: {_state(told, precision_of(plan))}. activations: microbatches alive at a",
         f"time * what the layers keep for backward of one with {fields(told.batch)}; fast kernels keep less.",
     ]
     if plan.remat:
-        lines += _remat(plan)
+        lines.append(_remat(plan))
     if passing := max(memory.passing for memory in rank_memory(plan, *_counted(plan))):
         what = "parameters that are gathered and gradients" if plan.zero == 3 else "gradients"
         lines.append(
@@ -70,35 +71,48 @@ def _legend(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _remat(plan: Plan) -> list[str]:
-    """Which layers run again."""
+def run_again(plan: Plan) -> str:
+    """What is kept of the layers that run again."""
     kinds = {FULL: "inputs", SELECTIVE: "inputs and matrix products"}
     chosen = {kind: [name for name, policy in plan.remat.items() if policy == kind] for kind in kinds}
-    which = "; ".join(f"of {collapse(names)} {kinds[kind]}" for kind, names in chosen.items() if names)
-    return [
-        f"remat: kept are {which}. What comes on top (+) is of one layer that runs again, and what weight gradients wait for."
-    ]
+    return "kept are " + "; ".join(f"of {collapse(names)} {kinds[kind]}" for kind, names in chosen.items() if names)
+
+
+def _remat(plan: Plan) -> str:
+    return (
+        f"remat: {run_again(plan)}. What comes on top (+) is of one layer that runs again, and what weight gradients wait "
+        "for."
+    )
 
 
 def _told(plan: Plan) -> Told:
-    """What the plan was told, else a small microbatch in float32."""
+    """What the plan was told, else a small microbatch."""
     return plan.told or Told({name: shape for name, (shape, _) in plan.example().items()})
+
+
+def precision_of(plan: Plan) -> Precision:
+    """The dtypes of a step, as far as the plan knows: of the program, or those that it was told."""
+    return plan.precise(None if plan.precision else _told(plan).dtype)
 
 
 def _counted(plan: Plan) -> tuple[Fields, torch.dtype, int]:
     """What memory is counted with: the fields of a microbatch, the dtype, and the optimizer's tensors for each leaf."""
-    told = _told(plan)
-    counted = fields_of(plan.model, told.batch, told.dtype) if plan.told else plan.example()
-    return counted, told.dtype, told.slots
+    told, dtype = _told(plan), precision_of(plan).compute
+    counted = fields_of(plan.model, told.batch, dtype) if plan.told else plan.example()
+    return counted, dtype, told.slots
 
 
-def _state(told: Told) -> str:
+def _state(told: Told, kinds: Precision) -> str:
     """What is there from step to step, with its dtypes."""
     moments = f"{told.slots} moment{'' if told.slots == 1 else 's'} of an optimizer"
-    narrow, wide = (str(kind).removeprefix("torch.") for kind in (told.dtype, slot_dtype(told.dtype)))
-    if narrow == wide:
-        return f"parameters, gradients and {moments}, in {wide}"
-    return f"parameters in {narrow}, gradients and {moments} in {wide}"
+    parts = [("parameters", kinds.compute), ("gradients", kinds.accumulate)]
+    parts += [("a master copy", kinds.master)] if kinds.mastered else []
+    if len({kind for _, kind in parts}) == 1:
+        return f"parameters, gradients and {moments}, in {str(kinds.compute).removeprefix('torch.')}"
+    by: dict[str, list[str]] = {}
+    for what, kind in (*parts, (moments, slot_dtype(kinds.master))):
+        by.setdefault(str(kind).removeprefix("torch."), []).append(what)
+    return "; ".join(f"{listed(names)} in {kind}" for kind, names in by.items())
 
 
 def _rank(plan: Plan, pp: int, memory: Memory) -> str:

@@ -22,6 +22,15 @@ def fields(shapes: Mapping[str, Sequence[int]]) -> str:
     return ", ".join(f"{name} {' '.join(map(str, shape))}" for name, shape in shapes.items())
 
 
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them.
+
+    >>> listed(["a", "b", "c"]), listed(["a"])
+    ('a, b and c', 'a')
+    """
+    return " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+
+
 def collapse(names: Iterable[str]) -> str:
     """Names that differ in their first number alone, as one.
 

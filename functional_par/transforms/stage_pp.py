@@ -12,8 +12,6 @@ from math import isfinite
 from os import PathLike
 from typing import Any
 
-import torch
-
 from functional_par.errors import CompositionError
 from functional_par.model import LOSS
 from functional_par.pipeline.by_hand import Split, check_form, sizes_of
@@ -226,7 +224,7 @@ def _with_shapes(memory: MemoryBound | float | None, measured: Told | None) -> M
     if memory is None:
         return None
     if not isinstance(memory, MemoryBound):
-        memory = MemoryBound(memory, dtype=measured.dtype if measured else torch.float32)
+        memory = MemoryBound(memory, dtype=measured.dtype if measured else None)
     return memory if memory.batch is not None or measured is None else replace(memory, batch=measured.batch)
 
 

@@ -42,7 +42,7 @@ def test_a_stage_needs_its_leaves_and_what_its_layers_keep_for_each_live_microba
             trained = sum(n for path, n in held.items() if plan.specs[path].trainable)
             assert memory.parameters == dtype.itemsize * sum(held.values())
             assert memory.gradients == wide * trained
-            assert memory.state == 2 * wide * trained
+            assert memory.state == (2 + (dtype is torch.bfloat16)) * wide * trained  # with the master copy
             assert memory.live == live[stage]
             assert memory.saved == sum(layers[layer.name].saved for layer in plan.stage_layers(stage))
             assert memory.activations == memory.saved * memory.live

@@ -64,7 +64,7 @@ def test_what_is_explained_has_the_memory_of_the_header(dtype):
     plan = given.program().plan(given.mesh())
     text, shown = header(given, plan), str(explained(given, plan))
     assert "of one with tokens 2 8, labels 2 8; fast kernels keep less." in shown
-    assert "gradients and 1 moment of an optimizer" in shown
+    assert "and 1 moment of an optimizer" in shown
     batch = dict.fromkeys(("tokens", "labels"), ((2, 8), torch.int64))
     for memory in stage_memory(plan, batch, given.dtype, given.optimizer()):
         state, kept = size(held_by_state(memory)), activations(memory)

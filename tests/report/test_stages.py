@@ -94,7 +94,9 @@ def test_dtype_and_moments_are_those_of_the_bound():
     cells, legend = shown(program)
     memories = stage_memory(program.plan(fp.Mesh(pp=2)), fields, torch.bfloat16, 1)
     assert cells == [f"3 * {size(memory.saved)}" for memory in memories]
-    assert legend.startswith("state: parameters in bfloat16, gradients and 1 moment of an optimizer in float32. act")
+    assert legend.startswith(
+        "state: parameters in bfloat16; gradients, a master copy and 1 moment of an optimizer in float32. act"
+    )
     assert all(f"  {size(held_by_state(memory))}  " in str(program.explain(fp.Mesh(pp=2))) for memory in memories)
     wide = odd_plan(memory=fp.MemoryBound(1e9, shapes, torch.float64, slots=0))
     assert shown(wide)[1].startswith("state: parameters, gradients and 0 moments of an optimizer, in float64. act")
