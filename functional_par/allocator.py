@@ -23,7 +23,6 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    # Every setting is tried; musl's mallopt, for one, takes none.
-    return all(
-        [mallopt(what, value) for what, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1))]
-    )
+    settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1))
+    taken = [mallopt(what, value) for what, value in settings]  # musl's mallopt, for one, takes none
+    return all(taken)
