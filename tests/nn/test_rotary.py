@@ -57,9 +57,9 @@ def test_large_inputs_are_turned_in_blocks(shape):
 def test_several_are_turned_as_one_by_one_and_one_may_be_unused():
     q, k, ct = tensors((2, 5, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8))
     for fast in (False, True):
-        together = rotary((q, k), RunPar(fast=fast))
-        assert all(torch.equal(x, rotary(y, RunPar(fast=fast))) for x, y in zip(together, (q, k), strict=True))
-        _, (_, grad) = vjp(lambda q, k: rotary((q, k), RunPar(fast=fast))[1], [q, k], lambda _: [ct])
+        par = RunPar(fast=fast)
+        assert all(torch.equal(x, rotary(y, par)) for x, y in zip(rotary((q, k), par), (q, k), strict=True))
+        _, (_, grad) = vjp(lambda q, k, par=par: rotary((q, k), par)[1], [q, k], lambda _: [ct])
         close(grad, vjp(plain, [k], lambda _: [ct])[1][0])
     with pytest.raises(
         ModelError, match=r"\[2, 5, 4, 8\], \[2, 4, 2, 8\] are turned together only if they have one sequence"
