@@ -63,14 +63,6 @@ class Traffic:
         """Bytes that the rank puts on the wire."""
         return sum(flow.sent for flow in self.flows.values())
 
-    def by_label(self) -> dict[str, int]:
-        """Bytes that the rank puts on the wire along each label, those without any left out."""
-        found: dict[str, int] = {}
-        for (_, label, _), flow in self.flows.items():
-            if flow.sent:
-                found[label] = found.get(label, 0) + flow.sent
-        return found
-
 
 class Call(NamedTuple):
     """Some calls that are alike, on one rank.

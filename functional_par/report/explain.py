@@ -15,6 +15,7 @@ from functional_par.plan import Plan
 from functional_par.report.memory import held_by
 from functional_par.report.stages import precision_of, stages
 from functional_par.report.text import braces, ranges, size, table
+from functional_par.report.traffic import sent
 from functional_par.spec import Debt, Spec
 
 ZERO = {
@@ -36,7 +37,7 @@ class Explanation:
     plan: Plan
 
     def __str__(self) -> str:
-        parts = [_header(self.plan), stages(self.plan), _leaves(self.plan), _buckets(self.plan)]
+        parts = [_header(self.plan), stages(self.plan), sent(self.plan), _leaves(self.plan), _buckets(self.plan)]
         return "\n\n".join(part for part in parts if part)
 
 

@@ -17,7 +17,7 @@ from functional_par.zero.memory import held_elements
 def stages(plan: Plan) -> str:
     """A table with a row for each stage, and what its numbers are."""
     rows = [("stage", "layers", "parameters a rank", "work", "state", "activations", "ranks")]
-    for stage, (names, memory) in enumerate(zip(plan.stages, stage_memory(plan, *_counted(plan)), strict=True)):
+    for stage, (names, memory) in enumerate(zip(plan.stages, stage_memory(plan, *counted(plan)), strict=True)):
         held = held_elements(plan, plan.stage_leaves(stage)).parameters
         ranks = [rank for rank in range(plan.mesh.size) if plan.mesh.coords(rank).pp == plan.placement[stage]]
         rows.append(
@@ -59,7 +59,7 @@ def _legend(plan: Plan) -> str:
     ]
     if plan.remat:
         lines.append(_remat(plan))
-    if passing := max(memory.passing for memory in rank_memory(plan, *_counted(plan))):
+    if passing := max(memory.passing for memory in rank_memory(plan, *counted(plan))):
         what = "parameters that are gathered and gradients" if plan.zero == 3 else "gradients"
         lines.append(
             f"In passing there are {what} that are not yet reduced, of two layers: at most {size(passing)} a rank."
@@ -67,7 +67,7 @@ def _legend(plan: Plan) -> str:
     if plan.told is None and any(None in given.shape[1:] for given in (plan.model.batch or {}).values()):
         lines.append("The model leaves sizes open, and these are made up: explain(mesh, batch=...) takes yours.")
     if len(plan.stages) > plan.mesh.pp:
-        lines += [_rank(plan, pp, memory) for pp, memory in enumerate(rank_memory(plan, *_counted(plan)))]
+        lines += [_rank(plan, pp, memory) for pp, memory in enumerate(rank_memory(plan, *counted(plan)))]
     return "\n".join(lines)
 
 
@@ -95,7 +95,7 @@ def precision_of(plan: Plan) -> Precision:
     return plan.precise(None if plan.precision else _told(plan).dtype)
 
 
-def _counted(plan: Plan) -> tuple[Fields, torch.dtype, int]:
+def counted(plan: Plan) -> tuple[Fields, torch.dtype, int]:
     """What memory is counted with: the fields of a microbatch, the dtype, and the optimizer's tensors for each leaf."""
     told, dtype = _told(plan), precision_of(plan).compute
     counted = fields_of(plan.model, told.batch, dtype) if plan.told else plan.example()

@@ -4,11 +4,13 @@ import functools
 from math import prod
 
 import pytest
+import torch
 
 import functional_par as fp
 from functional_par.buckets import buckets
 from functional_par.plan import Plan
 from functional_par.report.text import braces, collapse, ranges, size
+from functional_par.traffic import step_traffic
 
 MESHES = [fp.Mesh(), fp.Mesh(dp=2), fp.Mesh(tp=2), fp.Mesh(pp=2), fp.Mesh(dp=2, pp=2, tp=2)]
 
@@ -72,6 +74,22 @@ def test_every_group_that_reduces_is_listed_with_its_bytes() -> None:
         for bucket in buckets(plan, rank):
             assert "{" + ranges(bucket.ranks) + "}" in table
             assert size(4 * bucket.elements) in table
+
+
+def test_one_line_says_what_the_rank_that_sends_most_sends_in_a_step() -> None:
+    mesh = fp.Mesh(dp=2, pp=2, tp=2)
+    plan, batch = program().plan(mesh), {"tokens": (3, 8), "labels": (3, 8)}
+    fields = {name: (shape, torch.int64) for name, shape in batch.items()}
+    flows = max((step_traffic(plan, rank, fields) for rank in (0, 4)), key=lambda found: found.sent).flows
+    line = next(line for line in str(program().explain(mesh, batch)).splitlines() if line.startswith("sent in a step"))
+    assert f"at most {size(sum(flow.sent for flow in flows.values()))} a rank" in line
+    assert f"tp {size(sum(flow.sent for (_, label, _), flow in flows.items() if label == 'tp'))}" in line
+    numbers = sum(flow.sent for (phase, _, _), flow in flows.items() if phase in ("count", "metrics"))
+    assert f"loss and norm {size(numbers)}" in line
+    assert "maps of your own" not in line
+    mapped = fp.compose(fp.dp_reduce(), fp.on_local_gradients(lambda grad, leaf: grad))(program().source)
+    assert "maps of your own" in str(mapped.explain(fp.Mesh(dp=2)))
+    assert "sent in a step" not in str(program().explain(fp.Mesh()))
 
 
 def test_each_reason_is_a_numbered_line_of_source() -> None:
