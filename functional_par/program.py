@@ -43,6 +43,12 @@ class Program:
         """The model with its ties: the single-process reference of this program."""
         return self.plan(Mesh()).model
 
+    @property
+    def exact(self) -> Program:
+        """The same without ``precision``, which rounds on purpose: for proofs in float64."""
+        kept = tuple(each for each in self.transforms if _name(type(each)) != "precision")
+        return self if len(kept) == len(self.transforms) else Program(self.source, kept)
+
     def plan(self, mesh: Mesh) -> Plan:
         """Everything that follows from the mesh, before any communication.
 

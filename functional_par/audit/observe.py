@@ -107,7 +107,7 @@ def ranks(case: Case, deep: frozenset[str] = frozenset(), fast: bool = True) -> 
     whole = tree.unflatten(case.params)
 
     def main(world: World) -> tuple[float, Flat]:
-        own = instrument_plan(plan, recorders[world.rank])
+        own = replace(instrument_plan(plan, recorders[world.rank]), precision=None)  # the function, not its roundings
         step = Step(own, world, optim.sgd(lr=1.0), dtype=torch.float64, engine="tape")
         step.par = replace(step.par, fast=fast)
         state = step.load(whole, seed=case.seed)

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from functional_par.optim import Optimizer, Schedule
     from functional_par.pipeline.memory import MemoryBound
     from functional_par.program import Program
+    from functional_par.transforms import Precision
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 ENGINE = "1f1b"
 """Where a file says null."""
+BLOCKS = ("block*",)
 TIED = ("head.weight", "embed.weight")
 ONLY_GPT = ("bias",)
 ONLY_LLAMA = ("n_kv_heads", "rope_theta")
@@ -38,6 +40,8 @@ def check(sections: Sections, source: str) -> None:
     if sections.data.token_dtype is not None and sections.data.tokens is None:
         raise ConfigError(f"{source}: data.token_dtype is given without data.tokens. Leave it out.")
     _check_pipeline(sections.parallelism, source)
+    _check_remat(sections.parallelism, source)
+    precision(sections, source)
     step, steps = sections.logging.trace_step, sections.tokens.train_steps
     if sections.logging.trace_file is not None and step > steps:
         raise ConfigError(f"{source}: logging.trace_step={step}, but tokens.train_steps={steps}. Take an earlier step.")
@@ -65,6 +69,38 @@ def _check_pipeline(p: Parallelism, source: str) -> None:
             f"{source}: parallelism.stage_layers has {len(layers)} stages, but {engine} on pp={p.pp} ranks has {stages}. Make "
             "them equal."
         )
+
+
+def _check_remat(p: Parallelism, source: str) -> None:
+    if p.recompute_layer and p.remat not in (None, "full"):
+        raise ConfigError(
+            f"{source}: parallelism.recompute_layer=true keeps the input of a layer alone, but parallelism.remat={p.remat}. "
+            "Leave one out."
+        )
+    if p.remat_layers is not None and p.remat is None and not p.recompute_layer:
+        raise ConfigError(
+            f"{source}: parallelism.remat_layers is given without parallelism.remat. Set it to full or selective, or leave the "
+            "layers out."
+        )
+
+
+def precision(sections: Sections, source: str) -> Precision:
+    """The dtypes of a step. Raises ConfigError where keys do not go together."""
+    from functional_par.transforms import precision
+
+    given, wide = sections.precision, sections.optimizer.accumulate_grad_in_fp32
+    narrow = None if wide else sections.model.dtype
+    if wide and given.accumulate == "bfloat16":
+        raise ConfigError(
+            f"{source}: precision.accumulate=bfloat16, but optimizer.accumulate_grad_in_fp32=true. Set that to false, or leave "
+            "precision.accumulate out."
+        )
+    try:
+        return precision(
+            sections.model.dtype, given.accumulate or narrow, given.reduce or narrow, given.master or narrow
+        )
+    except CompositionError as error:
+        raise ConfigError(f"{source}: precision: {error}") from None
 
 
 def _check_model(model: ModelSection, source: str) -> None:
@@ -137,7 +173,7 @@ def model(sections: Sections, source: str) -> Model:
 def program(sections: Sections, batch: Batch, source: str) -> Program:
     """The network under the transforms that the sections ask for."""
     from functional_par.program import compose
-    from functional_par.transforms import dp_reduce, shard_tp, stage_pp, tie
+    from functional_par.transforms import dp_reduce, remat, shard_tp, stage_pp, tie
     from functional_par.transforms.dp_reduce import BUCKET_MB
 
     p = sections.parallelism
@@ -152,10 +188,13 @@ def program(sections: Sections, batch: Batch, source: str) -> Program:
             chunks=p.pp_chunks,
             memory=_memory(sections, batch, source),
         ),
+        precision(sections, source),
         dp_reduce(zero=sections.optimizer.zero_stage, bucket_mb=p.gradient_bucket_mb or BUCKET_MB),
     ]
     if sections.model.tie:
         transforms.insert(0, tie(*TIED))
+    if policy := p.remat or ("full" if p.recompute_layer else None):
+        transforms.append(remat(policy, BLOCKS if p.remat_layers is None else p.remat_layers))
     return compose(*transforms)(model(sections, source))
 
 

@@ -57,6 +57,7 @@ FLAGS = (
     Flag("--clip", "optimizer.clip_grad", float, "largest gradient norm"),
     Flag("--dtype", "model.dtype", str, "float32, float64 (for proofs) or bfloat16"),
     Flag("--engine", "general.engine", str, "func, tape or compile: how layers are differentiated"),
+    Flag("--remat", "parallelism.remat", str, "what blocks keep for backward: none (all is kept), full or selective"),
     Flag("--tie", "model.tie", bool, "tie the head to the embedding"),
     Flag("--seed", "general.seed", int, "of initial values, and of the data unless data.seed is given"),
     Flag("--text", "data.text", str, "a text file or folder to read as bytes, relative to the current directory"),

@@ -9,6 +9,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from functional_par.config.rule import key
+from functional_par.pipeline.products import POLICIES
 from functional_par.pipeline.schedules import canonical, schedule_names
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
@@ -61,7 +62,11 @@ class Parallelism:
         tp_mode: how activations lie between tensor-parallel layers.
         tp_linear_async_communication: overlap tensor-parallel communication with computation.
         tp_recompute_allgather: accepted; the gathered input of a layer is never stored here, as with ``true``.
-        recompute_layer: recompute layers in the backward pass to save memory.
+        recompute_layer: as ``remat: full``.
+        remat: what is kept of each block for its backward: ``none`` keeps all, ``full`` its input, from which it runs again,
+            ``selective`` its input and its matrix products. Gradients have the same bits. null is ``none``.
+        remat_layers: the layers that this is about, by names or with wildcards, such as ``["block0-3", "head"]``; null is all
+            blocks.
         stage_layers: layers of each stage, in order, embedding and head included: how many, or their names, such as
             ``["embed block0-1", "block2 head"]``; null cuts by cost. Used when pp > 1.
         stage_memory_gb: gigabytes that a rank has for its stages: parameters, gradients, optimizer state, activations. Layers
@@ -86,7 +91,9 @@ class Parallelism:
     tp_mode: str | None = key("ALL_REDUCE", choices=("ALL_REDUCE", "REDUCE_SCATTER"))
     tp_linear_async_communication: bool | None = key(False)
     tp_recompute_allgather: bool = key(True)
-    recompute_layer: bool = key(False, available=(False,), why="layers cannot be recomputed")
+    recompute_layer: bool = key(False)
+    remat: str | None = key(None, choices=POLICIES)
+    remat_layers: tuple[str, ...] | None = key(None)
     stage_layers: tuple[int | str, ...] | None = _layers(None)
     stage_memory_gb: float | None = key(None, above=0)
     gradient_bucket_mb: float | None = key(None, above=0)
@@ -165,7 +172,8 @@ class Optimizer:
     weight_decay_exclude_named_params: regular expressions; a leaf whose path one matches from its start on does not
         decay. adamW only.
     clip_grad: largest global gradient norm; null does not clip.
-    accumulate_grad_in_fp32: accepted; gradients are always accumulated in float32 or better.
+    accumulate_grad_in_fp32: false adds gradients up in ``model.dtype``, and keeps no master copy of the parameters, unless the
+        section ``precision`` says otherwise.
     zero_stage: what the ranks along dp and ep share out instead of keeping copies: 0 nothing, 1 this optimizer's state, 2
         gradients too, 3 parameters too. Results are the same up to the order of sums.
     """
@@ -193,7 +201,7 @@ class Model:
         norm_eps: added under the root in norms.
         init_std: standard deviation of initial weights.
         tie: the head and the embedding are one leaf.
-        dtype: of parameters and activations. ``float64`` is for proofs.
+        dtype: of parameters and activations. ``float64`` is for proofs. See the section ``precision`` for the others.
     """
 
     name: str = key("gpt", choices=("gpt", "llama"))
@@ -209,6 +217,22 @@ class Model:
     init_std: float = key(0.02, above=0)
     tie: bool = key(False)
     dtype: str = key("float32", choices=DTYPES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """In which dtypes a step adds up and keeps what ``model.dtype`` may be too narrow for. null is float32, or float64 where
+    that is ``model.dtype``.
+
+    Attributes:
+        accumulate: of the sums of gradients over microbatches.
+        reduce: in which they travel, and are summed over ranks; null is that of the sums.
+        master: of the optimizer's copy of the parameters; that of the model itself keeps no copy.
+    """
+
+    accumulate: str | None = key(None, choices=DTYPES)
+    reduce: str | None = key(None, choices=DTYPES)
+    master: str | None = key(None, choices=DTYPES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,5 +281,6 @@ class Sections:
     tokens: Tokens
     optimizer: Optimizer = field(default_factory=Optimizer)
     model: Model
+    precision: Precision = field(default_factory=Precision)
     data: Data = field(default_factory=Data)
     logging: Logging = field(default_factory=Logging)

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
 from torch import Tensor
 
 from functional_par.bucket import Bucket
 from functional_par.buckets import buckets
 from functional_par.pipeline.told import Told, check_shapes, shapes_of
 from functional_par.plan import Plan
+from functional_par.precision import Precision
 from functional_par.report.memory import held_by
 from functional_par.report.stages import precision_of, stages
 from functional_par.report.text import braces, ranges, size, table
@@ -66,7 +68,7 @@ def _header(plan: Plan) -> str:
         f"{plan.mesh}: {plan.mesh.size} rank{'s' if plan.mesh.size > 1 else ''}, "
         f"{parameters:,} parameters, at most {most:,} a rank"
     ]
-    if plan.precision is not None:
+    if plan.precision not in (None, Precision.of(torch.float32)):
         lines.append(f"precision         {plan.precision}")
     if "tp" in plan.active:
         lines.append(f"tensor parallel   {plan.mode.value}, async_comm={plan.async_comm}")

@@ -72,7 +72,7 @@ def assert_equivalent(
     in every step; with an optimizer, parameters and its state after the last step; and whether ranks that hold the same
     leaf hold the same bits. Each to 1e-10, relative to ``max(1, largest entry)``. Take a small model and batch.
 
-    A program with maps of its own on gradients or updates is compared with itself on one rank.
+    A program with maps of its own on gradients or updates is compared with itself on one rank; ``precision`` is left out.
 
     Args:
         program: from ``fp.compose``.
@@ -116,6 +116,7 @@ def made_up(plan: Plan, steps: int = 1) -> list[dict[str, Tensor]]:
 def _differences(program: Program, mesh: Mesh, batch: GivenBatch, steps: int, how: Training) -> tuple[Difference, ...]:
     if not isinstance(program, Program):
         raise CompositionError(f"assert_equivalent({type(program).__name__}, mesh): a program, from fp.compose.")
+    program = program.exact
     plan = program.plan(mesh)
     if batch is None:
         batches: Sequence[Mapping[str, Tensor]] = made_up(plan, steps)

@@ -12,7 +12,17 @@ from functional_par.par import TensorParallelMode
 from functional_par.pipeline.schedules import chunks_of
 from functional_par.plan import Plan
 from functional_par.program import Program, compose
-from functional_par.transforms import DPReduce, ShardTP, StagePP, Transform, dp_reduce, shard_tp, stage_pp, tie
+from functional_par.transforms import (
+    DPReduce,
+    Precision,
+    ShardTP,
+    StagePP,
+    Transform,
+    dp_reduce,
+    shard_tp,
+    stage_pp,
+    tie,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,10 +77,10 @@ class Layout:
 
     def transforms(self, *others: Transform) -> tuple[Transform, ...]:
         """The transforms of this layout, and ``others``. A ``shard_tp`` among the others says which dims are cut; of a
-        ``stage_pp`` or a ``dp_reduce`` the layout has its own."""
+        ``stage_pp`` or a ``dp_reduce`` the layout has its own. A ``precision`` is left out: proofs are in float64."""
         given = next((other for other in others if isinstance(other, ShardTP)), shard_tp())
         shard = replace(given, mode=TensorParallelMode.parse(self.mode), async_comm=self.async_comm)
-        kept = [other for other in others if not isinstance(other, (ShardTP, StagePP, DPReduce))]
+        kept = [other for other in others if not isinstance(other, (ShardTP, StagePP, DPReduce, Precision))]
         ties = [tie(*names) for names in self.ties]
         pipeline = stage_pp(self.schedule, self.microbatches, self.split, self.chunks)
         return (*ties, *kept, shard, pipeline, dp_reduce(zero=self.zero))

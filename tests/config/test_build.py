@@ -1,5 +1,7 @@
 """What a configuration builds: the network, the program, the corpus, and the errors of each."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -175,3 +177,81 @@ def test_a_schedule_may_be_a_file(tmp_path):
 def test_pipeline_keys_that_do_not_fit_together_are_named(parallelism, message):
     with pytest.raises(fp.ConfigError, match=message):
         config(parallelism={"pp": 2, **parallelism})
+
+
+def planned(**sections):
+    return (
+        config({"d_model": 16, "n_layers": 3, "n_heads": 4, **sections.pop("model", {})}, **sections)
+        .program()
+        .plan(fp.Mesh())
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({}, {}),
+        ({"recompute_layer": True}, dict.fromkeys(("block0", "block1", "block2"), "full")),
+        ({"remat": "selective"}, dict.fromkeys(("block0", "block1", "block2"), "selective")),
+        ({"remat": "none"}, {}),
+        ({"remat": "full", "remat_layers": ["block0-1", "head"]}, dict.fromkeys(("block0", "block1", "head"), "full")),
+        ({"recompute_layer": True, "remat": "full", "remat_layers": ["block2"]}, {"block2": "full"}),
+    ],
+)
+def test_layers_run_again_as_the_file_says(keys, layers):
+    assert planned(parallelism=keys).remat == layers
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (
+            {"recompute_layer": True, "remat": "selective"},
+            "parallelism.recompute_layer=true keeps the input of a layer alone, but",
+        ),
+        (
+            {"remat_layers": ["block0"]},
+            "parallelism.remat_layers is given without parallelism.remat. Set it to full or",
+        ),
+    ],
+)
+def test_keys_about_layers_that_run_again_fit_together(keys, words):
+    with pytest.raises(fp.ConfigError, match=re.escape(words)):
+        planned(parallelism=keys)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys", "fp32", "said"),
+    [
+        ("float32", {}, True, "float32"),
+        ("float64", {}, True, "float64"),
+        ("bfloat16", {}, True, "bfloat16, accumulate, reduce and master in float32"),
+        ("bfloat16", {"reduce": "bfloat16"}, True, "bfloat16, accumulate and master in float32"),
+        ("bfloat16", {}, False, "bfloat16"),
+        ("bfloat16", {"master": "float32"}, False, "bfloat16, master in float32"),
+        ("bfloat16", {"accumulate": "bfloat16"}, False, "bfloat16"),
+    ],
+)
+def test_dtypes_are_safe_unless_the_file_says_otherwise(dtype, keys, fp32, said):
+    plan = planned(model={"dtype": dtype}, precision=keys, optimizer={"accumulate_grad_in_fp32": fp32})
+    assert str(plan.precision) == said
+
+
+@pytest.mark.parametrize(
+    ("dtype", "keys", "words"),
+    [
+        (
+            "bfloat16",
+            {"accumulate": "bfloat16"},
+            "precision.accumulate=bfloat16, but optimizer.accumulate_grad_in_fp32=true",
+        ),
+        (
+            "float32",
+            {"master": "bfloat16"},
+            "precision: precision(compute=torch.float32, master=torch.bfloat16): the parameters",
+        ),
+    ],
+)
+def test_dtypes_that_do_not_fit_together_are_told(dtype, keys, words):
+    with pytest.raises(fp.ConfigError, match=re.escape(words)):
+        planned(model={"dtype": dtype}, precision=keys)

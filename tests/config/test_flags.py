@@ -53,6 +53,7 @@ CASES = {
     "--clip": ("0.5", 0.5),
     "--engine": ("tape", "tape"),
     "--dtype": ("float64", "float64"),
+    "--remat": ("Selective", "selective"),
     "--tie": (None, True),
     "--seed": ("11", 11),
     "--text": ("book.txt", "book.txt"),

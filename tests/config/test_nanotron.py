@@ -127,7 +127,6 @@ def test_a_model_option_that_would_change_the_result_is_refused(name, value, why
         ("model.init_method.path", "ckpt", "starting from a checkpoint is not available yet"),
         ("model.init_method.scaling_method", "NONE", "sqrt"),
         ("checkpoints.resume_checkpoint_path", "ckpt", "cannot be resumed yet"),
-        ("parallelism.recompute_layer", True, "not available yet"),
         ("model.model_config.hidden_size", "big", r"model\.model_config\.hidden_size: got 'big'"),
         ("model.model_config.num_attention_heads", 0, "num_attention_heads: got 0; expected an integer of at least 1"),
         ("model.dtype", "float16", "expected one of float32, float64, bfloat16"),

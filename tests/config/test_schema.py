@@ -115,6 +115,8 @@ def test_a_missing_key_is_named(path):
         ("tokens.global_batch_size", -8, "got -8; expected an integer of at least 1"),
         ("tokens.microbatches", 0, "expected an integer of at least 1"),
         ("tokens.limit_val_batches", -1, "expected an integer of at least 0"),
+        ("parallelism.remat", "some", "got 'some'.*; expected one of none, full, selective, or null"),
+        ("precision.master", "float16", "got 'float16'.*; expected one of float32, float64, bfloat16, or null"),
         ("optimizer.weight_decay", -0.1, "got -0.1; expected a number of at least 0"),
         ("optimizer.clip_grad", 0, "got 0; expected a number above 0, or null"),
         ("optimizer.clip_grad", float("inf"), "got inf; expected a number above 0"),
@@ -156,7 +158,6 @@ def test_a_wrong_value_is_named_with_what_was_expected(path, value, message):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("parallelism.recompute_layer", True, r"true is not available yet: .*\. Set it to false\."),
         ("tokens.val_check_interval", 10, r"10 is not available yet: .*\. Set it to -1\."),
     ],
 )

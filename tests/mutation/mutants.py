@@ -30,6 +30,7 @@ SHARDS = ("tests/test_restore.py", "tests/properties/test_maps.py", "tests/test_
 MAPS = ("tests/maps", "tests/transforms/test_own.py")
 DEFERRED = ("tests/pipeline/test_deferred.py",)
 REMAT = ("tests/pipeline/test_remat.py", "tests/pipeline/test_kept.py", "tests/transforms/test_remat.py")
+PRECISION = ("tests/transforms/test_precision.py", "tests/test_traffic.py")
 PICTURES = ("tests/report",)
 
 
@@ -833,6 +834,63 @@ MUTANTS = (
         "or not _are_plain(args):",
         "or not args:",
         ("tests/test_kernel.py",),
+    ),
+    # Dtypes
+    Mutant(
+        "precision: the master stands still",
+        "optim/master.py",
+        "return {**params, **moved}, {**new, MASTER: masters}",
+        "return {**params, **moved}, {**new, MASTER: slots[MASTER]}",
+        PRECISION,
+    ),
+    Mutant(
+        "precision: gradients travel as they accumulate, whatever was said",
+        "precision.py",
+        "return None if self.reduce == self.accumulate else self.reduce",
+        "return None",
+        PRECISION,
+    ),
+    Mutant(
+        "precision: gradients add up in the dtype of the activations",
+        "step.py",
+        "memory = Memory(kinds.accumulate, world.device",
+        "memory = Memory(kinds.compute, world.device",
+        PRECISION,
+    ),
+    Mutant(
+        "precision: initial values are drawn in the narrow dtype",
+        "initial.py",
+        "_draw(plan, world, path, seed, precision.master, parameters.get(path))",
+        "_draw(plan, world, path, seed, precision.compute, parameters.get(path))",
+        PRECISION,
+    ),
+    Mutant(
+        "precision: a program without a master goes on from rounded parameters",
+        "optim/master.py",
+        "return tree.unflatten(values), opt if keeps",
+        "return params, opt if keeps",
+        PRECISION,
+    ),
+    Mutant(
+        "precision: maps on updates do not reach the master",
+        "step.py",
+        "self._mapped(slots[MASTER] if mastered else moved, replace(moment, params=old))",
+        "self._mapped({path: x.clone() for path, x in moved.items()}, replace(moment, params=old))",
+        PRECISION,
+    ),
+    Mutant(
+        "metrics: the norm of narrow gradients is rounded",
+        "metrics.py",
+        "return torch.linalg.vector_norm(x, order, dtype=slot_dtype(x.dtype))",
+        "return torch.linalg.vector_norm(x, order)",
+        PRECISION,
+    ),
+    Mutant(
+        "memory: the master copy takes none",
+        "pipeline/memory.py",
+        "(kinds.master.itemsize if kinds.mastered else 0)",
+        "0",
+        PRECISION,
     ),
     # Layers that run again
     Mutant(
