@@ -18,7 +18,7 @@ def runs(index: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
 
 
 def test_the_readme_has_python_with_output() -> None:
-    assert len(PAIRS) == 6
+    assert len(PAIRS) == 7
 
 
 @pytest.mark.parametrize("index", range(len(PAIRS)))
