@@ -18,7 +18,7 @@ from functional_par.traffic import step_traffic
 
 from .oracle import token_batch, train_on
 from .toys import odd, small_gpt, small_llama
-from .trace.harness import batch_of, column, model_of
+from .trace.harness import EMBED, batch_of, column, model_of, param
 
 ROWS, SEQ, VOCAB = 12, 4, 13
 TIE = fp.tie("head.weight", "embed.weight")
@@ -105,6 +105,20 @@ def test_every_collective_of_a_layer_is_foreseen_forward_and_backward():
     made = {kind for _, _, kind in ranks.records[0].calls}
     assert made == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"}
     assert ranks.records[2].sent["forward", "tp", "permute"] == 0 < ranks.records[0].sent["forward", "tp", "permute"]
+
+
+def test_what_two_outputs_have_in_common_comes_back_once():
+    def both(p, x, par):
+        v = par.pvary(p["g"], "tp") * p["w"]
+        return {"x": par.psum(par.pvary(x, "tp") @ v.T @ p["w"], "tp"), "scale": par.psum(v.sum(0), "tp")}
+
+    def join(p, x, par):
+        return x["x"] * x["scale"]
+
+    model = model_of(both, {"w": column(), "g": param(EMBED)}, after=[("join", [], join)])
+    program = fp.compose(fp.shard_tp(), fp.dp_reduce())(model)
+    _, ranks = check(program, Mesh(tp=2), batch_of(model))
+    assert ranks.records[0].calls["backward", "tp", "all_reduce"] == 2
 
 
 def test_messages_that_skip_stages_and_leaves_that_are_frozen_are_foreseen():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 COLLECTIVES = ("tests/properties/test_collectives.py", "tests/comm/test_collectives.py")
 LAYERS = ("tests/properties/test_modes.py", "tests/nn", "tests/models")
+TRAFFIC = ("tests/test_traffic.py",)
 TRACE = ("tests/trace/test_debts.py", "tests/trace/test_refused.py", "tests/trace")
 STEPS = (
     "tests/properties/test_norms.py",
@@ -941,5 +942,48 @@ MUTANTS = (
         "+ max(0, peak.of(start, end) - saved[end])",
         "+ 0 * max(0, peak.of(start, end) - saved[end])",
         ("tests/pipeline/test_kept.py",),
+    ),
+    # Bytes by formula
+    Mutant(
+        "traffic: an all-reduce is sent around once",
+        "comm/traffic.py",
+        "(2 if isinstance(op, AllReduce) else 1)",
+        "1",
+        TRAFFIC,
+    ),
+    Mutant(
+        "traffic: what runs again in backward is forgotten",
+        "pipeline/traffic.py",
+        "again = entry.forward if _runs_again(plan, layer.name, entry) else ()",
+        "again = ()",
+        TRAFFIC,
+    ),
+    Mutant(
+        "traffic: a bucket is gathered for each layer, also when it is still there",
+        "zero/traffic.py",
+        "layer in need and before not in need",
+        "layer in need",
+        TRAFFIC,
+    ),
+    Mutant(
+        "trace: collectives of a backward that is followed twice count twice",
+        "trace/apply.py",
+        "ctx.rule.transpose",
+        "ctx.rule.dual()",
+        TRAFFIC,
+    ),
+    Mutant(
+        "trace: a number and an integer that equals it give one dtype",
+        "trace/shapes.py",
+        "return kind, _NAN if x != x else x",
+        "return x",
+        ("tests/trace/test_shapes.py",),
+    ),
+    Mutant(
+        "trace: a dim of size one is laid out as in a new tensor",
+        "trace/shapes.py",
+        "return self.stride == _strides(self.shape)",
+        "return all(a == b or n == 1 for a, b, n in zip(self.stride, _strides(self.shape), self.shape, strict=True))",
+        ("tests/trace/test_shapes.py",),
     ),
 )

@@ -6,8 +6,12 @@ import math
 from collections import Counter
 from typing import Any
 
+import torch
+
 import functional_par as fp
 from functional_par.buckets import buckets
+from functional_par.comm.traffic import Flow, measured
+from functional_par.traffic import step_traffic
 
 from .layouts import EMBED
 from .single import Batch
@@ -71,7 +75,7 @@ def step(plan: fp.Plan, rank: int, batch: Batch, norm: float) -> tuple[Counter[A
 
 
 def check(plan: fp.Plan, rank: int, record: Any, steps: int, batch: Batch, norm: float) -> None:
-    """What a rank recorded in so many steps is that many times the formula."""
+    """What a rank recorded in so many steps is that many times the formula: the one above and the library's."""
     calls, nbytes = step(plan, rank, batch, norm)
     found = Counter({key: n for key, n in record.calls.items() if key[0] != "agreement"})
     assert found == Counter({key: steps * n for key, n in calls.items()}), rank
@@ -80,3 +84,6 @@ def check(plan: fp.Plan, rank: int, record: Any, steps: int, batch: Batch, norm:
     assert agreed == ({"ep+pp+dp+cp+tp": 1} if plan.mesh.size > 1 else {}) | ({"pp": 1} if plan.mesh.pp > 1 else {})
     sizes = {key: n for key, n in record.nbytes.items() if key[0] not in ("metrics", "agreement")}
     assert sizes == {key: steps * n for key, n in nbytes.items()}, rank
+    fields = {name: ((len(x) // plan.pieces, *x.shape[1:]), x.dtype) for name, x in batch.items()}
+    foreseen = step_traffic(plan, rank, fields, torch.float64, norm).flows
+    assert measured(record).flows == {key: Flow(*(steps * n for n in flow)) for key, flow in foreseen.items()}, rank
