@@ -412,7 +412,7 @@ def test_the_state_of_another_program_is_refused_with_the_leaves():
         ({"clip": 0.0}, CompositionError, "clip=0.0: the largest gradient norm is a positive number"),
         ({"dtype": torch.int64}, CompositionError, "step(dtype=torch.int64): parameters have a floating-point dtype"),
         ({"dtype": "float32"}, CompositionError, "step(dtype='float32'): parameters have a floating-point dtype"),
-        ({"engine": "jax"}, ParallelError, "engine 'jax': it is one of func, tape."),
+        ({"engine": "jax"}, ParallelError, "engine 'jax': it is one of func, tape, compile."),
     ],
     ids=str,
 )

@@ -115,5 +115,5 @@ def test_a_pullback_frees_what_it_saved_when_it_runs(name):
 
 
 def test_an_unknown_engine_is_refused():
-    with pytest.raises(ParallelError, match=re.escape("engine 'jax': it is one of func, tape.")):
+    with pytest.raises(ParallelError, match=re.escape("engine 'jax': it is one of func, tape, compile.")):
         engine("jax")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -50,8 +51,9 @@ def runs_right(schedule, stages, microbatches):
         placement = schedule.placement
     except ScheduleError:
         return False, None
+    schedule = replace(schedule, rows=schedule.rows[: max(placement) + 1])  # ranks that have nothing to do are left out
     actions = [action for row in schedule.rows for action in row]
-    if schedule.stages != stages or max(placement) + 1 != schedule.ranks or len(actions) > len(set(actions)):
+    if schedule.stages != stages or len(actions) > len(set(actions)):
         return False, None
     plan, params, batch, shapes, expected, count = prepared(placement, microbatches)
     edges = routes(plan, plan.trace()).edges
