@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_par as fp
+from functional_par import CompositionError
 from functional_par.pipeline.kept import Kept, most_kept, most_waiting, stages_kept
 from functional_par.pipeline.memory import rank_memory, stage_memory
 from functional_par.pipeline.recording import Recording
@@ -138,9 +139,10 @@ def test_a_split_that_fits_counts_what_is_kept_of_layers_that_run_again():
         plan = fp.compose(*transforms, fp.stage_pp("1f1b", 4, **options))(small_gpt(blocks=4)).plan(fp.Mesh(pp=2))
         return max(memory.total for memory in rank_memory(plan, fields))
 
-    whole = needs(split=[3, 3])
     for policy in ("full", "selective"):
         remat = fp.remat(policy)
-        room = needs(remat, split=[3, 3])
-        assert room < 0.8 * whole
-        assert needs(remat, memory=fp.MemoryBound(room, shapes)) <= room
+        room = min(needs(remat, split=[n, 6 - n]) for n in range(1, 6))
+        assert room < 0.8 * needs(split=[3, 3])
+        assert needs(remat, memory=fp.MemoryBound(room, shapes)) == room
+        with pytest.raises(CompositionError, match="no split of 6 layers on 2 stages fits into"):
+            needs(remat, memory=fp.MemoryBound(room - 1, shapes))
