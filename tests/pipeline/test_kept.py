@@ -18,6 +18,7 @@ from functional_par.report.text import size
 
 from ..oracle import token_batch
 from ..toys import odd, small_gpt, small_llama
+from .test_remat import Operations
 from .uses import by
 
 MICROBATCHES, ROWS, SEQ = 3, 2, 4
@@ -146,3 +147,86 @@ def test_a_split_that_fits_counts_what_is_kept_of_layers_that_run_again():
         assert needs(remat, memory=fp.MemoryBound(room, shapes)) == room
         with pytest.raises(CompositionError, match="no split of 6 layers on 2 stages fits into"):
             needs(remat, memory=fp.MemoryBound(room - 1, shapes))
+
+
+class Look(torch.autograd.Function):
+    """The identity, whose backward calls a function."""
+
+    @staticmethod
+    def forward(x, seen):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.seen = inputs[1]
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        if not cotangent.is_meta:
+            ctx.seen()
+        return cotangent.clone(), None
+
+
+LAYERS = 4
+
+
+def chain(seen):
+    """Layers of a product and a tanh, whose result is saved. ``seen`` is called at the end of the backward of each."""
+
+    def first(p, batch, par):
+        return p[batch["tokens"]]
+
+    def layer(p, x, par):
+        return fp.nn.column_linear(Look.apply(x, seen), p, par).tanh()
+
+    def loss(p, x, par):
+        return x.square().sum(), par.batch["labels"].shape[0]
+
+    square = fp.Param((4, 4), "out in", fp.init.normal(0.5))
+    params = {"table": fp.Param((7, 4), "ids embed", fp.init.normal(0.5)), **{f"w{i}": square for i in range(LAYERS)}}
+    layers = [("first", "table", first), *((f"layer{i}", f"w{i}", layer) for i in range(LAYERS))]
+    return fp.Model(params, layers, loss, count=lambda batch: torch.tensor(len(batch["labels"])))
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("engine", ["func", "tape"])
+def test_activations_are_freed_as_soon_as_their_backward_has_run(engine, policy):
+    """While a layer's backward ends, of the layers after it nothing is left, in the first step, which learns, as in others."""
+    alive, found = [], []
+    program = fp.compose(fp.remat({"*": policy}))(chain(lambda: found.append(alive[0].alive())))
+
+    def main(world):
+        step = program.step(world, fp.optim.sgd(0.1), engine=engine)
+        state = step.init(0)
+        for _ in range(2):
+            with Operations() as operations:
+                alive[:] = [operations]
+                step(state, token_batch(7, 2, 4))
+
+    fp.run(main, fp.Mesh(), backend="threads")
+    assert len(found) == 2 * LAYERS
+    for at, each in enumerate(found):
+        layer = LAYERS - 1 - at % LAYERS
+        assert each[:layer] == [True] * layer
+        assert not any(each[layer + 1 : LAYERS])
+        # What ran again: one a layer, the last of them in this backward.
+        assert len(each) == LAYERS + (at % LAYERS + 1 if policy == "full" else 0)
+        assert not any(each[LAYERS:-1])
+
+
+def test_parameters_gradients_and_state_are_counted_to_the_byte():
+    program = fp.compose(fp.dp_reduce(), fp.shard_tp(), fp.precision())(small_llama())
+
+    def main(world):
+        step = program.step(world, fp.optim.adamw(0.1), donate=True)
+        state, _ = step(step.init(0), token_batch(13, 4, 4))
+        slots = [x for slot in state.flat_opt.values() for x in slot.values()]
+        kept = state.flat.values(), step._kept.flat, slots
+        return [sum(x.nbytes for x in each) for each in kept]
+
+    mesh = fp.Mesh(dp=2, tp=2)
+    (memory,) = stage_memory(program.plan(mesh))
+    for parameters, gradients, state in fp.run(main, mesh, backend="threads"):
+        assert (parameters, state) == (memory.parameters, memory.state)
+        leaves = len(small_llama().leaves)
+        assert memory.gradients <= gradients < memory.gradients + 4 * 16 * leaves  # places in a bucket are rounded
