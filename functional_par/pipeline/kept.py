@@ -21,7 +21,8 @@ class Kept(NamedTuple):
 
     Attributes:
         forward: from its forward to the end of its backward, or of the first half of that.
-        again: on top, at most, while its backward runs: of one layer that runs again.
+        again: on top, at most, while a layer runs of which not all is kept, for the first time or again: it is differentiated
+            both times, so that torch takes the same kernels.
         waiting: from the first half of a backward to the end of the second.
     """
 
@@ -43,7 +44,7 @@ class Kept(NamedTuple):
             return cls(saved, 0, saved)
         products = 0 if policy == FULL else traced.products
         forward = traced.inputs + products if measured is None else measured
-        return cls(forward, max(0, traced.inner - products), traced.waiting)
+        return cls(forward, traced.inner, traced.waiting)
 
     @classmethod
     def of_stage(cls, layers: Iterable[Kept]) -> Kept:
@@ -85,7 +86,7 @@ def most_kept(schedule: Schedule, rank: int, stages: Sequence[Kept]) -> int:
         stage = stages[action.stage]
         if action.kind == "F":
             now += stage.forward
-            most = max(most, now)
+            most = max(most, now + (stage.again if trains else 0))
             now -= 0 if trains else stage.forward
         elif action.kind == "W":
             now -= stage.waiting

@@ -89,7 +89,8 @@ def test_activations_are_counted_to_the_byte(model):
         assert seen["0F2"] == 2 * (memory.saved + EXTRA)
         assert seen["0I0"] == memory.live * (kept.forward + EXTRA)
         assert seen["0W0"] == memory.live * (kept.waiting + EXTRA - 8)
-        assert memory.activations == memory.live * kept.waiting > memory.live * kept.forward
+        last = 2 * kept.waiting + kept.forward + kept.again  # while the last backward begins
+        assert memory.activations == max(memory.live * kept.waiting, last) > memory.live * kept.forward
         more = f"3 * {size(memory.saved)} + {size(memory.activations - 3 * memory.saved)}"
         assert f"  {more}  " in str(program.explain(fp.Mesh(), SHAPES))
 
