@@ -17,6 +17,7 @@ from functional_par.mesh import AXES, Mesh
 from functional_par.model import LOSS, Layer, Model
 from functional_par.par import TensorParallelMode
 from functional_par.pipeline.costs import Costs
+from functional_par.pipeline.products import FULL
 from functional_par.pipeline.schedule import Schedule
 from functional_par.pipeline.schedules import make_schedule
 from functional_par.precision import Precision, chosen
@@ -42,8 +43,8 @@ class Plan:
         model: the model with ties applied: one leaf a tied set.
         specs: leaf path to sharding annotation, for the leaves of ``model``.
         aliases: tied path to the path that stands for it.
-        costs: work of each layer's forward on one row, in floating-point operations, or as ``stage_pp`` was told; the loss is
-            one of them.
+        costs: work of each layer's forward on one row, in floating-point operations, a third more where it runs again, or as
+            ``stage_pp`` was told; the loss is one of them.
         parts: times of forward, input backward and weight backward of each layer, where ``stage_pp`` was told measured ones.
         stages: names of the layers of each pipeline stage; the loss belongs to the last.
         placement: the pp coordinate of the ranks that run each stage; several stages may be on one.
@@ -234,7 +235,9 @@ class Plan:
             )
         mapped = infer(self.maps, specs, self.mesh)
         # The mesh of ones, whose one stage needs no costs, tells them to all others.
-        costs = self.costs or {name: layer.work for name, layer in staged.trace().layers.items()}
+        works = {name: layer.work for name, layer in staged.trace().layers.items()}
+        # A third more where all of a forward runs again: four times its work in place of three.
+        costs = self.costs or {n: w * 4 // 3 if self.remat.get(n) == FULL else w for n, w in works.items()}
         return replace(self, specs=mapped.specs, map_groups=mapped.groups, costs=costs)._traced_as(staged)
 
     def _traced_as(self, other: Plan) -> Plan:
