@@ -12,6 +12,7 @@ from torch import Tensor
 from functional_par.comm.base import World
 from functional_par.errors import CompositionError, ModelError, StateError
 from functional_par.optim import Optimizer
+from functional_par.pipeline.products import SELECTIVE
 from functional_par.plan import Plan
 from functional_par.state import State
 
@@ -29,6 +30,16 @@ def check_options(optimizer: Any, dtype: Any, clip: Any, norm: Any) -> None:
     if clip is not None and (isinstance(clip, bool) or not isinstance(clip, (int, float)) or not clip > 0):
         raise CompositionError(
             f"clip={clip!r}: the largest gradient norm is a positive number, or None for no clipping."
+        )
+
+
+def check_engine(plan: Plan, engine: str) -> None:
+    """CompositionError for an engine that cannot keep what ``remat`` says of a layer."""
+    chosen = [name for name, policy in plan.remat.items() if policy == SELECTIVE]
+    if chosen and isinstance(engine, str) and engine.startswith("compile"):
+        raise CompositionError(
+            f"step(engine={engine!r}): of layer {chosen[0]!r} the matrix products are kept (remat), which are found as torch "
+            'runs them, one by one; compiled layers run none. Take remat("full"), or engine "func" or "tape".'
         )
 
 

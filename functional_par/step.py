@@ -16,7 +16,7 @@ from functional_par.agreement import check_plan
 from functional_par.batch import Share, share_of
 from functional_par.bucket import Slice
 from functional_par.buckets import groups, slices
-from functional_par.checks import check_options, check_state, check_threads
+from functional_par.checks import check_engine, check_options, check_state, check_threads
 from functional_par.comm.base import AllReduce, World
 from functional_par.errors import NonFiniteError
 from functional_par.initial import initial
@@ -72,6 +72,7 @@ class Step:
         check_options(optimizer, dtype, clip, norm)
         check_whole(plan)
         check_threads(plan, world)
+        check_engine(plan, engine)
         self.precision = plan.precise(dtype, "step")
         check_plan(plan, world, self.precision)
         self.plan, self.world, self.optimizer = plan, world, with_master(optimizer, self.precision)

@@ -43,7 +43,8 @@ def remat(policy: str | Mapping[str, str] = FULL, layers: str | Sequence[str] | 
         policy: ``"none"``: everything that backward needs is kept. ``"full"``: the layer's inputs, from which all of it runs
             again (arXiv 1604.06174). ``"selective"``: the inputs and the results of matrix products (``mm``, ``addmm``,
             ``bmm``, ``baddbmm`` of torch); the rest, which is cheap for its size, runs again. Torch's fused attention is no
-            such product. Or a mapping from layers to policies, of which the last that fits a layer counts.
+            such product, and compiled layers have none. Or a mapping from layers to policies, of which the last that fits a
+            layer counts.
         layers: names as ``explain`` prints them (``"block0"``, ``"block2-5"``), or with wildcards (``"block*"``): a list, or
             one text with spaces. By default all layers but the last one and the loss, whose backward often comes right after
             their forward.

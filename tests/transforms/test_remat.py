@@ -91,3 +91,10 @@ def test_a_layer_that_runs_again_is_a_third_more_work():
         program = fp.compose(fp.remat("full", names), fp.stage_pp())(fp.models.gpt(64, 8, 6, 2, 4, d_ff=8))
         stages[names] = len(program.plan(Mesh(pp=2)).stages[0])
     assert stages["block0-3"] < stages["head"]
+
+
+def test_compiled_layers_have_no_products_to_keep():
+    program = fp.compose(fp.remat("selective", "block1"))(small_gpt())
+    words = "step(engine='compile'): of layer 'block1' the matrix products are kept (remat), which are found as torch runs"
+    with pytest.raises(CompositionError, match=re.escape(words)):
+        fp.run(lambda world: program.step(world, fp.optim.sgd(0.1), engine="compile"), Mesh(), backend="threads")
