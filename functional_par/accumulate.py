@@ -50,6 +50,14 @@ class Account(ABC):
     def buffer(self, path: str) -> tuple[Tensor, bool]:
         """The memory of a leaf's gradient, [*shard], to which the caller adds now; True if it is the first, to overwrite."""
 
+    def add(self, path: str, grad: Tensor) -> None:
+        """Add to a leaf's gradient."""
+        buffer, first = self.buffer(path)
+        if first:
+            buffer.copy_(grad)
+        else:
+            buffer.add_(grad)
+
     @abstractmethod
     def total(self, world: World) -> Tensor:
         """The sum over the ranks of the bucket [elements], or this rank's part of it [part]."""
@@ -126,7 +134,11 @@ class Whole(Account):
 
 
 class Passing(Account):
-    """What one layer adds for one microbatch is there for a moment; this rank's part of its sum over the ranks is kept."""
+    """What one layer adds for one microbatch is there for a moment; this rank's part of its sum over the ranks is kept.
+
+    The gradients that are there before the others, where those of weights come later, wait in copies: the whole buffer is
+    made for the last moment.
+    """
 
     def __init__(self, bucket: Bucket, memory: Memory, finish: Finish) -> None:
         super().__init__(bucket, memory, finish)
@@ -136,9 +148,16 @@ class Passing(Account):
         """Forget the step before."""
         self._leaves: dict[str, Tensor] = {}
         self._unwritten: set[str] = set()
+        self._early: list[tuple[str, Tensor]] = []
         self._flat: Tensor | None = None
         self._handle: Handle | None = None
         self._total: Tensor | None = None
+
+    def add(self, path: str, grad: Tensor) -> None:
+        if self._flat is None:
+            self._early.append((path, grad.to(self.memory.dtype, copy=True)))
+        else:
+            super().add(path, grad)
 
     def buffer(self, path: str) -> tuple[Tensor, bool]:
         self._here()
@@ -163,7 +182,7 @@ class Passing(Account):
         self._total = part if self._total is None else self._total.add_(part)
 
     def total(self, world: World) -> Tensor:
-        if self._flat is not None:
+        if self._flat is not None or self._early:
             self.done(world)
         self.settle()
         if self._total is None:
@@ -175,6 +194,9 @@ class Passing(Account):
             self._flat = self.memory.zeros(self.bucket)
             self._leaves = shards(self.bucket, self._flat)
             self._unwritten = set(self._leaves)
+            early, self._early = self._early, []
+            for path, grad in early:
+                super().add(path, grad)
         return self._flat
 
 

@@ -80,11 +80,7 @@ class Gradients:
     def add(self, grads: Mapping[str, Tensor]) -> None:
         """Accumulate one layer's gradients of one microbatch."""
         for path, grad in grads.items():
-            buffer, first = self.buffer(path)
-            if first:
-                buffer.copy_(grad)
-            else:
-                buffer.add_(grad)
+            self._accounts[self._of[path]].add(path, grad)
 
     def buffer(self, path: str) -> tuple[Tensor, bool]:
         """The memory of a leaf's gradient, to which the caller adds now; True if it is the first, which overwrites."""

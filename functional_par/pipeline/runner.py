@@ -39,7 +39,7 @@ class Runner:
     def __init__(self, plan: Plan, world: World, dtype: torch.dtype, engine: str, poison: bool) -> None:
         self.plan, self.world, self.dtype = plan, world, dtype
         self.engine, self.buffers = find_engine(engine), Buffers(world.device, poison)
-        self.gathered = Gathered(plan, world, dtype) if plan.zero == 3 else None
+        self.gathered = Gathered(plan, world, dtype, poison) if plan.zero == 3 else None
         self._parts: dict[Any, Part] = {}
         self._agreed = False
 

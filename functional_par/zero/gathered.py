@@ -49,15 +49,16 @@ class Resident:
 
 
 class Gathered:
-    """Parameters that lie in slices on the ranks along the data axes. While a layer runs the next one's are on their way.
+    """Parameters that lie in slices on the ranks along the data axes. While a layer runs the next one's are on their way. With
+    ``poison`` memory is NaN when it is freed.
 
     Attributes:
         leaves: path to tensor; its values are there between ``enter`` and ``leave`` of a layer that reads it.
         fills, peak: how often a bucket was filled, and how many layers had memory at most at a time.
     """
 
-    def __init__(self, plan: Plan, world: World, dtype: torch.dtype) -> None:
-        self.world, self.fills, self.peak = world, 0, 0
+    def __init__(self, plan: Plan, world: World, dtype: torch.dtype, poison: bool = False) -> None:
+        self.world, self.poison, self.fills, self.peak = world, poison, 0, 0
         self.parts = parts(plan, world.rank)
         self._flats: list[Tensor] = []
         self._views: dict[str, Tensor] = {}
@@ -110,7 +111,7 @@ class Gathered:
             self._at += 1
             kept = self._units[self._order[self._at]] if self._at < len(self._order) else ()
             for i in self._filled.difference(kept):
-                self._flats[i].untyped_storage().resize_(0)
+                self._free(i)
             self._filled.intersection_update(kept)
         return tensors
 
@@ -134,6 +135,12 @@ class Gathered:
         flat.data.copy_(whole)  # `data` has a version of its own: to what a backward has saved this is no change
         self._filled.add(i)
         self.fills += 1
+
+    def _free(self, i: int) -> None:
+        flat = self._flats[i]
+        if self.poison:
+            flat.data.fill_(torch.nan)
+        flat.untyped_storage().resize_(0)
 
     def _live(self) -> int:
         return sum(1 for units in self._units.values() if units and {*units} <= self._filled | {*self._started})

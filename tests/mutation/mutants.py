@@ -30,6 +30,7 @@ PIPELINE = (
 SHARDS = ("tests/test_restore.py", "tests/properties/test_maps.py", "tests/test_shards.py")
 MAPS = ("tests/maps", "tests/transforms/test_own.py")
 DEFERRED = ("tests/pipeline/test_deferred.py",)
+ZERO = ("tests/zero",)
 REMAT = ("tests/pipeline/test_remat.py", "tests/pipeline/test_kept.py", "tests/transforms/test_remat.py")
 PRECISION = ("tests/transforms/test_precision.py", "tests/test_traffic.py")
 PICTURES = ("tests/report",)
@@ -383,9 +384,9 @@ MUTANTS = (
     ),
     Mutant(
         "the gradients of later microbatches replace those of earlier ones",
-        "reduce.py",
-        "                buffer.add_(grad)",
-        "                buffer.copy_(grad)",
+        "accumulate.py",
+        "            buffer.add_(grad)",
+        "            buffer.copy_(grad)",
         STEPS,
     ),
     Mutant(
@@ -429,6 +430,105 @@ MUTANTS = (
         "            part.narrow(dim, kept, beyond).zero_()",
         "            pass",
         (*STEPS, "tests/test_reduce.py"),
+    ),
+    # Slices
+    Mutant(
+        "the norm counts the slices of the first replica alone",
+        "metrics.py",
+        "counted_by(coords, cut_axes(plan, plan.specs[path]))",
+        "counted_by(coords)",
+        ZERO,
+    ),
+    Mutant(
+        "the norm counts a leaf's slices on every replica, be it cut or not",
+        "buckets.py",
+        "    if not plan.zero or not (spec.trainable or plan.zero == 3):\n        return ()",
+        "    if not (spec.trainable or plan.zero == 3):\n        return ()",
+        (*ZERO, *STEPS),
+    ),
+    Mutant(
+        "a rank moves the slice of another",
+        "zero/parts.py",
+        "for path, piece, _ in self.bucket.slices(self.index)}",
+        "for path, piece, _ in self.bucket.slices(self.bucket.parts - 1 - self.index)}",
+        ZERO,
+    ),
+    Mutant(
+        "slices of partial gradients are not summed over tp and the owners of a tie",
+        "reduce.py",
+        "                part.copy_(total)",
+        "                pass",
+        ZERO,
+    ),
+    Mutant(
+        "the owners of a tied leaf cut it differently",
+        "buckets.py",
+        "True, spec.owners, tuple(readers)",
+        "True, (), tuple(readers)",
+        ZERO,
+    ),
+    Mutant(
+        "what was summed before replaces the slice's total",
+        "accumulate.py",
+        "part if self._total is None else self._total.add_(part)",
+        "part",
+        ZERO,
+    ),
+    Mutant(
+        "gradients that come before those of weights are lost",
+        "accumulate.py",
+        "            early, self._early = self._early, []",
+        "            early, self._early = [], []",
+        ZERO,
+    ),
+    Mutant(
+        "gathered parameters are freed while the next layer needs them, and are not gathered again",
+        "zero/gathered.py",
+        "            self._filled.intersection_update(kept)",
+        "            pass",
+        ZERO,
+    ),
+    Mutant(
+        "all gathered parameters stay",
+        "zero/gathered.py",
+        "            for i in self._filled.difference(kept):\n                self._free(i)",
+        "            kept = self._filled",
+        ZERO,
+    ),
+    Mutant(
+        "a layer's output stays in memory that is freed",
+        "zero/gathered.py",
+        "        tensors = [self.owned(x) for x in tensors]",
+        "        tensors = list(tensors)",
+        ZERO,
+    ),
+    Mutant(
+        "weight gradients that wait are made of parameters that are freed",
+        "zero/gathered.py",
+        "            later[:] = [self._settled(pair) for pair in later]",
+        "            pass",
+        ZERO,
+    ),
+    Mutant(
+        "a weight is freed while another thread reads it",
+        "zero/gathered.py",
+        "self._gathered.owned(x.detach())",
+        "x.detach()",
+        ZERO,
+    ),
+    Mutant(
+        "parameters after the update are those of the rank's own slice alone",
+        "zero/update.py",
+        "moved |= part.shards(handle.wait())",
+        "moved |= {path: params[path] for path in part.bucket.paths}",
+        ZERO,
+    ),
+    Mutant(
+        "a slice is drawn as if it began where its shard does",
+        "initial.py",
+        "for first, size in blocks(shape, piece.start, piece.stop)]",
+        "for first, size in blocks(shape, 0, piece.elements)]",
+        ZERO,
     ),
     Mutant(
         "the clip scales small gradients up",

@@ -7,10 +7,13 @@ import pytest
 import torch
 
 import functional_par as fp
-from functional_par.buckets import buckets
+from functional_par.buckets import buckets, slices
+from functional_par.pipeline.memory import rank_memory
 from functional_par.plan import Plan
 from functional_par.report.text import braces, collapse, ranges, size
 from functional_par.traffic import step_traffic
+
+from ..toys import small_gpt
 
 MESHES = [fp.Mesh(), fp.Mesh(dp=2), fp.Mesh(tp=2), fp.Mesh(pp=2), fp.Mesh(dp=2, pp=2, tp=2)]
 
@@ -112,3 +115,29 @@ def test_names_collapse_without_losing_any() -> None:
     assert collapse(["embed", "block0", "block1", "block3", "head"]) == "embed block0-1,3 head"
     assert braces(["a.x.w", "a.y.w", "b"]) == ["a.{x,y}.w", "b"]
     assert braces(["a.0.w", "a.1.w", "a.0.v"]) == ["a.0.{w,v}", "a.1.w"]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_what_ranks_share_out_is_said_with_the_part_of_each(zero: int) -> None:
+    mesh = fp.Mesh(dp=2, pp=2, tp=2)
+    tie, shard = fp.tie("head.weight", "embed.weight"), fp.shard_tp("REDUCE_SCATTER")
+    made = fp.compose(tie, shard, fp.stage_pp(), fp.dp_reduce(zero=zero))(small_gpt())
+    plan, text = made.plan(mesh), str(made.explain(mesh))
+    assert f"zero={zero}" in text
+    table = text.split("\n\n")[-1]
+    for rank in range(mesh.size):
+        for bucket in buckets(plan, rank):
+            assert "{" + ranges(bucket.ranks) + "}" in table
+            assert size(4 * bucket.part) in table
+    rows = {line.split("  ")[0]: " ".join(line.split()) for line in text.splitlines()}
+    assert rows["embed.weight"].endswith("reduce_scatter dp, 224 B; then all_reduce pp of the slice")
+    assert rows["blocks.0.mlp.up.weight"].endswith("dp[8] reduce_scatter dp, 128 B")
+    memory = rank_memory(plan)
+    assert ("In passing there are" in text) == (zero > 1)
+    for pp in range(mesh.pp):
+        held = memory[pp].parameters + memory[pp].gradients + memory[pp].state
+        assert size(held) in text
+        kept = slices(plan, mesh.rank(pp=pp)) if zero == 3 else {}
+        shards = {path: prod(plan.specs[path].local_shape(mesh)) for path in plan.held(pp)}
+        own = sum(kept[path].elements if path in kept else n for path, n in shards.items())
+        assert memory[pp].parameters == 4 * own

@@ -7,6 +7,7 @@ import pytest
 import functional_par as fp
 from functional_par import Mesh
 
+from ..oracle import adamw, token_batch
 from ..toys import small_gpt
 
 
@@ -36,3 +37,30 @@ def test_without_it_there_is_one_replica():
 def test_a_bucket_has_a_positive_size(size):
     with pytest.raises(fp.CompositionError, match=r"a bucket holds a positive number of MiB, such as 48\."):
         fp.dp_reduce(bucket_mb=size)
+
+
+@pytest.mark.parametrize("zero", [4, -1, True, "1", 1.5])
+def test_what_ranks_share_out_is_one_of_four(zero):
+    with pytest.raises(fp.CompositionError, match=r"it is 0 \(nothing is shared out\), 1 \(the optimizer's state\), 2"):
+        fp.dp_reduce(zero=zero)
+
+
+@pytest.mark.parametrize("own", [fp.on_local_gradients, fp.on_reduced_gradients, fp.on_updates])
+def test_maps_of_the_users_own_have_no_whole_gradients_where_ranks_share_them_out(own):
+    def twice(grad, leaf):
+        return 2 * grad
+
+    message = rf"{own.__name__}\(twice\) acts on whole gradients or updates, but with dp_reduce\(zero=2\) each rank has a slice"
+    for parts in [(own(twice), fp.dp_reduce(zero=2)), (fp.dp_reduce(zero=2), own(twice))]:
+        with pytest.raises(fp.CompositionError, match=message):
+            fp.compose(*parts)(small_gpt())
+    fp.compose(own(twice), fp.dp_reduce())(small_gpt())
+
+
+def test_a_state_of_whole_parameters_is_none_of_slices():
+    def main(world):
+        whole, cut = (fp.compose(fp.dp_reduce(zero=zero))(small_gpt()).step(world, adamw()) for zero in (0, 3))
+        with pytest.raises(fp.StateError, match=r"another program, layout or dtype: embed\.weight is .*\[13, 8\], but"):
+            cut(whole.init(0), token_batch(13, 4, 4))
+
+    fp.run(main, Mesh(dp=2))

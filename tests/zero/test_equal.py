@@ -37,13 +37,13 @@ class Setup:
 
 SETUPS = {
     "dp2": Setup(Mesh(dp=2), small_gpt, 13, options={"norm": math.inf}),
-    "dp3, a frozen leaf": Setup(Mesh(dp=3), lambda: odd(trainable_scale=False), VOCAB, options={"norm": 1.0}),
+    "dp3, empty slices, a frozen leaf": Setup(Mesh(dp=3), lambda: odd(False), VOCAB, options={"norm": 1.0}),
     "dp2 tp2, partial norms": Setup(Mesh(dp=2, tp=2), small_gpt, 13, (TIE, fp.shard_tp("REDUCE_SCATTER"))),
     "dp2 pp2, a tie": Setup(Mesh(dp=2, pp=2), small_gpt, 13, (TIE, fp.stage_pp("interleaved-zb", 2))),
-    "ep2 dp2 tp1, few heads": Setup(Mesh(ep=2, dp=2), small_llama, 13, (fp.stage_pp(microbatches=3),)),
+    "ep2 dp2": Setup(Mesh(ep=2, dp=2), lambda: small_llama(blocks=1), 13, (fp.stage_pp(microbatches=3),)),
 }
 
-VARIANTS = [("func", False), ("tape", True), ("tape", False), ("func", True)]
+VARIANTS = {1: [("tape", True)], 2: [("tape", False)], 3: [("tape", True), ("func", False)]}
 
 
 def trained(setup, zero, variants, batches):
@@ -57,9 +57,9 @@ def trained(setup, zero, variants, batches):
             step = program.step(world, adamw(), engine=engine, donate=donate, **options)
             state, metrics = step.init(3), []
             for batch in batches:
-                metrics.append(step.evaluate(state, batch)["loss"])
                 state, more = step(state, batch)
                 metrics += [more["loss"], more["grad_norm"], float(more["tokens"])]
+            metrics.append(step.evaluate(state, batches[0])["loss"])
             found.append((metrics, tree.flatten(step.gather(state)), tree.flatten(step.gather_opt(state))))
         return found
 
@@ -86,6 +86,6 @@ def test_losses_norms_parameters_and_optimizer_are_those_of_copies(name):
     setup = SETUPS[name]
     batches = [token_batch(setup.vocab, ROWS, SEQ, seed) for seed in (0, 1)]
     (expected,) = trained(setup, 0, [("tape", False)], batches)
-    for zero in (1, 2, 3):
-        for found in trained(setup, zero, VARIANTS[:2] if zero < 3 else VARIANTS, batches):
+    for zero, variants in VARIANTS.items():
+        for found in trained(setup, zero, variants, batches):
             close(found, expected)
