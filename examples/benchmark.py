@@ -61,7 +61,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layouts", default="one", help=f"separated by commas: {','.join(LAYOUTS)}")
     add("--rounds", type=int, default=7, help="counted turns of each contender")
     add("--steps", type=int, help="steps in a turn, by default 1 of 33m and 5 of tiny")
-    add("--who", default=",".join(USUAL), help="patterns of names, separated by commas, such as 'ours*,torch 1f1b'")
+    add("--who", default=USUAL, help="patterns of names, separated by commas, such as 'usual,ours* zbv'")
     add("--timeout", type=float, default=300.0, help="seconds after which a contender that does not answer is out")
     add("--list", action="store_true", help="show who can race, and stop")
     add("--json", metavar="FILE", help="write the rows here")

@@ -38,7 +38,7 @@ def main(job: Job, serve: Serve) -> None:
 
         serve(once, sent)
 
-    fp.run(on_rank, mesh)
+    fp.run(on_rank, mesh, keep_memory=True)
 
 
 def wire_bytes(world: fp.World) -> int:

@@ -42,6 +42,7 @@ class Contender:
         layout: one of ``LAYOUTS``.
         module: under ``racing``; its ``main(job, serve)`` runs in every process.
         options: for that module.
+        usual: it races if nobody is named.
         processes: one for each rank, or one for all.
         threads: of each process, all its ranks together.
         inside: ranks in each process.
@@ -52,6 +53,7 @@ class Contender:
     layout: str
     module: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    usual: bool = True
     processes: int = 1
     threads: int = 1
     inside: int = 1

@@ -19,6 +19,7 @@ class Variant:
         tp, pp, dp: for ``fp.shard_tp``, ``fp.stage_pp`` and ``fp.dp_reduce``.
         step: for ``program.step``.
         more: other transforms.
+        usual: it races if nobody is named.
     """
 
     name: str
@@ -28,15 +29,23 @@ class Variant:
     dp: Mapping[str, Any] = field(default_factory=dict)
     step: Mapping[str, Any] = field(default_factory=dict)
     more: Callable[[], list[fp.Transform]] = list
+    usual: bool = False
 
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant(""),
-    Variant("tape", step={"engine": "tape"}),
-    Variant("rs", needs=("tp",), tp={"mode": "REDUCE_SCATTER"}),
+    Variant("", usual=True),
+    Variant("tape", step={"engine": "tape"}, usual=True),
+    Variant("rs", needs=("tp",), tp={"mode": "REDUCE_SCATTER"}, usual=True),
     Variant("rs tape", needs=("tp",), tp={"mode": "REDUCE_SCATTER"}, step={"engine": "tape"}),
     Variant("async", needs=("tp",), tp={"async_comm": True}),
     Variant("rs async", needs=("tp",), tp={"mode": "REDUCE_SCATTER", "async_comm": True}),
+    Variant("compile", step={"engine": "compile"}),
+    Variant("zero1", needs=("dp",), dp={"zero": 1}),
+    Variant("zero2", needs=("dp",), dp={"zero": 2}),
+    Variant("zero3", needs=("dp",), dp={"zero": 3}),
+    Variant("remat", more=lambda: [fp.remat("full")]),
+    Variant("remat selective", more=lambda: [fp.remat("selective")]),
+    Variant("zb-1p", needs=("pp",), pp={"schedule": "zb-1p"}),
     Variant("1f1b", needs=("pp",), pp={"schedule": "1f1b"}),
     Variant("interleaved", needs=("pp",), pp={"schedule": "interleaved"}),
     Variant("zb-h1", needs=("pp",), pp={"schedule": "zb-h1"}),

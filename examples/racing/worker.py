@@ -140,10 +140,16 @@ def work(pipe: Connection, job: Job, environ: Mapping[str, str], log: str, timeo
     try:
         import_module(f".{job.contender.module}", __package__).main(job, server.serve)
     except BaseException as error:
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        pipe.send(Failed(why, "".join(traceback.format_exception(type(error), error, error.__traceback__))))
+        root = _root(error)
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        pipe.send(Failed(f"{type(root).__name__}: {root}".splitlines()[0], text))
         os._exit(1)
     os._exit(0)
+
+
+def _root(error: BaseException) -> BaseException:
+    """What an error was raised from, if it was."""
+    return error if error.__cause__ is None else _root(error.__cause__)
 
 
 def _turn(step: Callable[[], Loss], count: int) -> tuple[float, float, Loss]:
