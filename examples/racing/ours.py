@@ -34,20 +34,8 @@ def main(job: Job, serve: Serve) -> None:
         def sent() -> int:
             world.record.clear()
             once()
-            return wire_bytes(world)
+            return sum(world.record.sent.values())
 
         serve(once, sent)
 
     fp.run(on_rank, mesh, keep_memory=True)
-
-
-def wire_bytes(world: fp.World) -> int:
-    """Bytes that this rank has sent, by the known minimum of each collective."""
-    total = 0.0
-    for (_, label, kind), payload in world.record.nbytes.items():
-        n = 1
-        for axis in label.split("+"):
-            n *= world.mesh.sizes.get(axis, 1)
-        share = {"all_reduce": 2 * (n - 1) / n, "all_gather": n - 1, "send": 1, "recv": 0, "permute": 1}
-        total += payload * share.get(kind, (n - 1) / n)
-    return round(total)
