@@ -95,6 +95,8 @@ def test_a_layer_that_runs_again_is_a_third_more_work():
 
 def test_compiled_layers_have_no_products_to_keep():
     program = fp.compose(fp.remat("selective", "block1"))(small_gpt())
-    words = "step(engine='compile'): of layer 'block1' the matrix products are kept (remat), which are found as torch runs"
+    words = (
+        "step(engine='compile'): of layer 'block1' the matrix products are kept (remat), which are found as torch runs"
+    )
     with pytest.raises(CompositionError, match=re.escape(words)):
         fp.run(lambda world: program.step(world, fp.optim.sgd(0.1), engine="compile"), Mesh(), backend="threads")
