@@ -50,7 +50,7 @@ class Resident:
 
 class Gathered:
     """Parameters that lie in slices on the ranks along the data axes. While a layer runs the next one's are on their way. With
-    ``poison`` memory is NaN when it is freed.
+    ``poison`` memory is NaN instead of freed, so that what is read then shows in the results and does not end the process.
 
     Attributes:
         leaves: path to tensor; its values are there between ``enter`` and ``leave`` of a layer that reads it.
@@ -140,7 +140,8 @@ class Gathered:
         flat = self._flats[i]
         if self.poison:
             flat.data.fill_(torch.nan)
-        flat.untyped_storage().resize_(0)
+        else:
+            flat.untyped_storage().resize_(0)
 
     def _live(self) -> int:
         return sum(1 for units in self._units.values() if units and {*units} <= self._filled | {*self._started})

@@ -76,6 +76,8 @@ def failing(folder: Path, tests: tuple[str, ...]) -> str:
         return f"(hangs: no end after {LIMIT:.0f} s)"
     if run.returncode == 0:
         return ""
+    if run.returncode < 0:  # memory that is freed too early does not raise
+        return f"(dies of signal {-run.returncode})"
     found = re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
     if run.returncode != 1 or not found:
         raise SystemExit(

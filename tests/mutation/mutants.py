@@ -440,13 +440,6 @@ MUTANTS = (
         ZERO,
     ),
     Mutant(
-        "the norm counts a leaf's slices on every replica, be it cut or not",
-        "buckets.py",
-        "    if not plan.zero or not (spec.trainable or plan.zero == 3):\n        return ()",
-        "    if not (spec.trainable or plan.zero == 3):\n        return ()",
-        (*ZERO, *STEPS),
-    ),
-    Mutant(
         "a rank moves the slice of another",
         "zero/parts.py",
         "for path, piece, _ in self.bucket.slices(self.index)}",
