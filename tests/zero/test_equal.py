@@ -36,9 +36,11 @@ class Setup:
 
 
 SETUPS = {
-    "dp2": Setup(Mesh(dp=2), small_gpt, 13, options={"norm": math.inf}),
+    "dp2": Setup(Mesh(dp=2), lambda: small_gpt(blocks=1), 13, options={"norm": math.inf}),
     "dp3, empty slices, a frozen leaf": Setup(Mesh(dp=3), lambda: odd(False), VOCAB, options={"norm": 1.0}),
-    "dp2 tp2, partial norms": Setup(Mesh(dp=2, tp=2), small_gpt, 13, (TIE, fp.shard_tp("REDUCE_SCATTER"))),
+    "dp2 tp2, partial norms": Setup(
+        Mesh(dp=2, tp=2), lambda: small_gpt(blocks=1), 13, (TIE, fp.shard_tp("REDUCE_SCATTER"))
+    ),
     "dp2 pp2, a tie": Setup(Mesh(dp=2, pp=2), small_gpt, 13, (TIE, fp.stage_pp("interleaved-zb", 2))),
     "ep2 dp2": Setup(Mesh(ep=2, dp=2), lambda: small_llama(blocks=1), 13, (fp.stage_pp(microbatches=3),)),
 }
