@@ -16,11 +16,11 @@ from tests.spawn import spawn
 from tests.test_layouts import CLIP, SEQ, VOCAB, Case, model_of, transforms
 
 CASES = (
-    Case(2, 2, 2, "REDUCE_SCATTER", True, "zbv", 3, True, "gpt"),
+    Case(2, 2, 2, "REDUCE_SCATTER", True, "zbv", 3, True, "gpt", zero=3),
     Case(1, 2, 4, "ALL_REDUCE", True, "afab", 4, True, "gpt"),
     Case(1, 8, 1, None, None, "zb-h1", 3, True, "gpt"),
     Case(1, 1, 8, "REDUCE_SCATTER", False, None, 1, False, "gpt"),
-    Case(2, 4, 1, None, None, "1f1b", 4, False, "llama"),
+    Case(2, 4, 1, None, None, "1f1b", 4, False, "llama", zero=1),
 )
 ROWS, STEPS = 24, 3
 AXES, SEED = ("tp", "dp"), 1

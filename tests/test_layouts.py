@@ -32,13 +32,15 @@ class Case(NamedTuple):
     microbatches: int
     tied: bool
     model: str
+    zero: int = 0
 
     def __str__(self):
         names = {True: "tied", False: "untied"}[self.tied], {True: "async", False: "sync", None: ""}[self.async_comm]
         mode = {"ALL_REDUCE": "ar", "REDUCE_SCATTER": "rs", None: ""}[self.mode]
         mesh = f"dp{self.dp}-pp{self.pp}-tp{self.tp}"
+        zero = f"zero{self.zero}" if self.zero else ""
         return "-".join(
-            filter(None, [self.model, mesh, mode, names[1], self.schedule, f"m{self.microbatches}", names[0]])
+            filter(None, [self.model, mesh, mode, names[1], self.schedule, f"m{self.microbatches}", names[0], zero])
         )
 
 
@@ -103,7 +105,7 @@ def batches(steps=STEPS):
 def transforms(case):
     ties = [fp.tie("head.weight", "embed.weight")] if case.tied else []
     shard = fp.shard_tp(case.mode or "ALL_REDUCE", case.async_comm or False)
-    return [*ties, shard, fp.stage_pp(case.schedule or "1f1b", case.microbatches), fp.dp_reduce()]
+    return [*ties, shard, fp.stage_pp(case.schedule or "1f1b", case.microbatches), fp.dp_reduce(zero=case.zero)]
 
 
 @functools.cache

@@ -46,12 +46,14 @@ def check_ranks(case, found):
     losses, norms, tokens = zip(*found[0]["seen"], strict=True)
     run = oracle.Run(list(losses), list(norms), list(tokens), found[0]["weights"])
     oracle.equal_runs(run, expected(case, plan))
-    copies: dict[int, torch.Tensor] = {}
+    copies: dict[tuple[int, int], torch.Tensor] = {}
     for rank in range(8):
         for path, own in found[rank]["own"].items():
-            first = copies.setdefault(mesh.coords(rank).tp, own)
+            coords = mesh.coords(rank)
+            first = copies.setdefault((coords.tp, coords.dp if case.zero == 3 else 0), own)
             assert torch.equal(own, first), f"{case}: the copies of {path} differ"
-    assert len(copies) == (case.tp if case.tied else 0)
+    slices = case.dp if case.zero == 3 else 1
+    assert len(copies) == (case.tp * slices if case.tied else 0)
 
 
 def test_eight_processes_equal_one_process_tied_copies_in_every_bit_and_collectives_their_definitions(tmp_path):
