@@ -17,7 +17,7 @@ from functional_par import Mesh, Model, Param, init
 STAGES, MICROBATCHES = 3, 4
 AT = 2
 """The call of the layer in the middle, of those with data, in which it happens: the forward of microbatch 2."""
-TIMEOUT = 3.0
+TIMEOUT = 8.0
 
 
 class Fault(Exception):
