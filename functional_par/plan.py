@@ -88,11 +88,12 @@ class Plan:
     precision: Precision | None = None
     maps: tuple[GradientMap, ...] = ()
     map_groups: frozenset[tuple[tuple[str, ...], tuple[int, ...]]] = frozenset()
-    _traces: dict[Any, Trace] = field(default_factory=dict, compare=False, repr=False)
+    _traced: dict[Any, tuple[Model, Trace]] = field(default_factory=dict, compare=False, repr=False)
     _lock: Any = field(default_factory=RLock, compare=False, repr=False)
+    _traces: dict[Any, Trace] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # A plan made from another by `replace` has traces of its own.
+        # Of this plan by shapes alone; `_traced` is shared with the plans that are made from it by `replace`.
         object.__setattr__(self, "_traces", {})
 
     @classmethod
@@ -188,11 +189,20 @@ class Plan:
         """Infer types, shapes and debts for microbatches of the given shapes (by default small ones). Done once a shape,
         also when the ranks are threads that share the plan."""
         batch = batch or self.example()
-        key = (tuple(sorted(batch.items())), dtype)
+        asked = tuple(sorted(batch.items())), dtype
         with self._lock:
-            if key not in self._traces:
-                self._traces[key] = trace(self.model, self._setting(batch, dtype))
-            return self._traces[key]
+            if asked not in self._traces:
+                setting = self._setting(batch, dtype)
+                key = id(self.model), setting.key
+                if key not in self._traced:
+                    self._traced[key] = self.model, trace(self.model, setting)
+                self._traces[asked] = self._traced[key][1]
+            return self._traces[asked]
+
+    def with_model(self, model: Model) -> Plan:
+        """The same plan of a model that computes the same: what has been traced stays known."""
+        known = {(id(model), at[1]): (model, found) for at, (its, found) in self._traced.items() if its is self.model}
+        return replace(self, model=model, _traced=known)
 
     def _setting(self, batch: Fields, dtype: torch.dtype) -> Setting:
         return Setting(
@@ -238,14 +248,7 @@ class Plan:
         works = {name: layer.work for name, layer in staged.trace().layers.items()}
         # A third more where all of a forward runs again: four times its work in place of three.
         costs = self.costs or {n: w * 4 // 3 if self.remat.get(n) == FULL else w for n, w in works.items()}
-        return replace(self, specs=mapped.specs, map_groups=mapped.groups, costs=costs)._traced_as(staged)
-
-    def _traced_as(self, other: Plan) -> Plan:
-        """This plan with the other's traces, which it would make again if it differs in nothing that is traced."""
-        example = self.example(), torch.float32
-        if self._setting(*example) == other._setting(*example):
-            self._traces.update(other._traces)
-        return self
+        return replace(self, specs=mapped.specs, map_groups=mapped.groups, costs=costs)
 
     def _owners(self) -> dict[str, tuple[int, ...]]:
         """The pp coordinates of the stages that read each leaf."""

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import torch
-import torch._dynamo  # of which the first trace needs a part
 
 import functional_par as fp
 from functional_par import tree
@@ -31,8 +30,17 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return [oracle.token_batch(VOCAB, ROWS, SEQ, seed) for seed in range(STEPS)]
 
 
-def train(case: Case, folder: Path) -> None:
+@functools.cache
+def program_of(case: Case) -> fp.Program:
+    """Made before the ranks are: they are forks, so each would make just the same."""
     program = fp.compose(*transforms(case))(model_of(case.model, case.pp))
+    plan = program.plan(fp.Mesh(dp=case.dp, pp=case.pp, tp=case.tp))
+    plan.trace(dict.fromkeys(("tokens", "labels"), ((ROWS // plan.pieces, SEQ), torch.int64)), torch.float64)
+    return program
+
+
+def train(case: Case, folder: Path) -> None:
+    program = program_of(case)
     mesh = fp.Mesh(dp=case.dp, pp=case.pp, tp=case.tp)
 
     def main(world: fp.World) -> None:
@@ -58,4 +66,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    for case in CASES:
+        program_of(case)
     sys.exit(spawn(8, main))

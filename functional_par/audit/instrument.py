@@ -22,9 +22,7 @@ from functional_par.run_par import RunPar
 
 def instrument_plan(plan: Plan, recorder: Recorder) -> Plan:
     """The plan whose layers record. What has been traced stays known: the functions are the same."""
-    own = replace(plan, model=instrument(plan.model, recorder))
-    own._traces.update(plan._traces)
-    return own
+    return plan.with_model(instrument(plan.model, recorder))
 
 
 def instrument(model: Model, recorder: Recorder) -> Model:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,9 +14,7 @@ from functional_par.trace.follow import Typing
 from functional_par.trace.literals import Literals
 from functional_par.trace.outputs import location
 from functional_par.trace.place import Place
-
-if TYPE_CHECKING:
-    from functional_par.trace.infer import Setting
+from functional_par.trace.setting import Setting
 
 
 def follow_call(layer: Layer, typing: Typing, setting: Setting, function: Callable[[], Any]) -> Any:

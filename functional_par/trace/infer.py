@@ -43,7 +43,6 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -56,6 +55,7 @@ from functional_par.trace.follow import Typing
 from functional_par.trace.outputs import check_loss, check_output, location
 from functional_par.trace.par import TracePar
 from functional_par.trace.saved import saved_bytes
+from functional_par.trace.setting import Setting
 from functional_par.trace.values import Abstract, Axes, Collective, Source, Use, Value, names, order, quoted
 
 
@@ -93,30 +93,6 @@ class LayerTrace:
     waiting: int = 0
     forward: tuple[Collective, ...] = ()
     backward: tuple[Collective, ...] = ()
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Everything that the trace depends on besides the model.
-
-    Attributes:
-        sizes: axis sizes.
-        active: the axes that some transform uses; on the others every value is replicated by definition.
-        data: the active axes over which the batch varies.
-        leaves: local shape of each leaf and the axes it is cut along.
-        batch: local shape and dtype of each field of a microbatch.
-        mode, async_comm: as in ``Par``.
-        dtype: of the parameters.
-    """
-
-    sizes: Mapping[str, int]
-    active: Axes
-    data: Axes
-    leaves: Mapping[str, tuple[tuple[int, ...], Axes]]
-    batch: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    mode: Any
-    async_comm: bool
-    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from functional_par.random import key as make_key
 from functional_par.trace import rules
 from functional_par.trace.apply import apply
 from functional_par.trace.follow import Typing
+from functional_par.trace.setting import Setting
 from functional_par.trace.values import Axes, Value, order
-
-if TYPE_CHECKING:
-    from functional_par.trace.infer import Setting
 
 
 class TracePar(Par):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -170,7 +171,10 @@ def _dtype(func: Any, default: torch.dtype, args: Any) -> torch.dtype | None:
 
 def _common(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
     """The shape to which all are broadcast, if there is one."""
-    try:
-        return tuple(torch.broadcast_shapes(*shapes)) if shapes else None
-    except RuntimeError:
-        return None
+    found: list[int] = []
+    for sizes in zip_longest(*map(reversed, shapes), fillvalue=1):
+        wide = {size for size in sizes if size != 1}
+        if len(wide) > 1:
+            return None
+        found.append(wide.pop() if wide else 1)
+    return tuple(reversed(found)) if shapes else None

@@ -73,4 +73,5 @@ def main(kind: str) -> None:
 if __name__ == "__main__":
     from ..spawn import spawn
 
+    fp.compose(fp.stage_pp())(model(raises))  # what a first trace imports, the ranks need not import each
     sys.exit(spawn(STAGES, lambda: main(sys.argv[1])))

@@ -78,7 +78,7 @@ def runs_right(schedule, stages, microbatches):
         return grads.leaves, bool(executor.live or executor._posted or executor._held), len(losses)
 
     try:
-        ranks = fp.run(main, Mesh(pp=schedule.ranks), backend="threads", timeout=5.0)
+        ranks = fp.run(main, Mesh(pp=schedule.ranks), backend="threads", timeout=60.0)
     except Exception:
         return False, edges
     found = {path: grad for leaves, _, _ in ranks for path, grad in leaves.items()}

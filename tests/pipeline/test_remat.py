@@ -76,7 +76,7 @@ def test_gradients_have_the_same_bits_in_every_layout_engine_and_schedule(case):
     model, layout, policy, poison = case
     plan = layout.program(model, fp.remat(policy)).plan(layout.mesh)
     plan.trace(dict.fromkeys(("tokens", "labels"), ((2, 4), torch.int64)), torch.float64)
-    plain = replace(plan, remat={})._traced_as(plan)
+    plain = replace(plan, remat={})
     batch = token_batch(7, 2 * layout.pieces, 4)
     (loss, grads), *others = gradients_of([plain, plan], batch, engine=layout.engine, poison=poison)
     for other, again in others:

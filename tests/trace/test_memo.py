@@ -153,3 +153,28 @@ def test_a_plan_traces_each_shape_once_for_all_ranks(monkeypatch):
     for thread in threads:
         thread.join()
     assert len(calls) == 1
+
+
+def test_plans_made_from_each_other_trace_again_only_what_differs(monkeypatch):
+    calls = []
+    real = infer.trace
+    monkeypatch.setattr("functional_par.plan.trace", lambda *args: calls.append(1) or real(*args))
+    plan = program_of(model_of(Equal(True), MLP)).plan(fp.Mesh(tp=2))
+    batch = {"x": ((3, 6, 6), torch.float64), "ids": ((3, 6), torch.int64)}
+    first = plan.trace(batch)
+    calls.clear()
+    assert dataclasses.replace(plan, microbatches=7, precision=None).trace(batch) is first
+    assert not calls
+    other = dataclasses.replace(plan, mode=fp.TensorParallelMode.REDUCE_SCATTER)
+    longer = {"x": ((4, 6, 6), torch.float64), "ids": ((4, 6), torch.int64)}
+    for changed in (lambda: plan.trace(longer), lambda: plan.trace(batch, torch.float64), lambda: other.trace(batch)):
+        calls.clear()
+        assert changed() is not first
+        assert calls
+    same = dataclasses.replace(plan.model)
+    calls.clear()
+    assert dataclasses.replace(plan, model=same).trace(batch) is not first
+    assert calls
+    calls.clear()
+    assert plan.with_model(same).trace(batch) is first
+    assert not calls
