@@ -17,8 +17,9 @@ class State:
     Attributes:
         step: number of steps done.
         seed: what the initial values were drawn from.
-        params: nested dict of this rank's shards. A tied leaf appears once, under the name that stands for it.
-        opt: slot name, then a nested dict like ``params``.
+        params: nested dict of this rank's shards. A tied leaf appears once, under the name that stands for it. With
+            ``dp_reduce(zero=3)`` of each leaf there is this rank's slice, a range of the elements of its flattened shard.
+        opt: slot name, then a nested dict of the trainable leaves, with ``zero=1`` and more of this rank's slices.
 
     Raises:
         StateError: on reading a state that a step with ``donate=True`` has consumed.

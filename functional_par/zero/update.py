@@ -43,7 +43,10 @@ class Sliced:
         """As ``Optimizer.update``; gradients and slots are those of the slices."""
         cut = {path for part in self.parts for path in part.bucket.paths}
         whole = [path for path in grads if path not in cut]
-        moved, new = self._moved(whole, grads, slots, params, step)
+        moved: dict[str, Tensor] = {}
+        new: dict[str, dict[str, Tensor]] = {name: {} for name in slots}
+        if whole:
+            moved, new = self._moved(whole, grads, slots, params, step)
         under_way: list[tuple[Part, Handle]] = []
         for part in self.parts:
             own = {path: params[path] for path in part.bucket.paths}
@@ -57,7 +60,7 @@ class Sliced:
                 if found[path] is not view:
                     view.copy_(found[path])
             for name, leaves in more.items():
-                new.setdefault(name, {}).update(leaves)
+                new[name].update(leaves)
             if self.gather:
                 group = self.world.subgroup(part.bucket.ranks, part.bucket.label)
                 under_way.append((part, group.start(AllGather(0), flat)))
