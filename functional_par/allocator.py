@@ -13,8 +13,8 @@ def keep_freed_memory() -> bool:
     """Let freed memory be used again rather than returned to the system, by all threads of this process, from now on.
 
     A large tensor is otherwise mapped anew each time, and the system clears every page of it. At its peak a process needs a
-    few percent more, and it stays at its peak. To be called before threads are made, which may otherwise have memory of their
-    own, where this does not reach large tensors.
+    few percent more, and it stays at its peak. To be called before threads are made: one that has an arena of its own, as a
+    few may already at import, gets tensors of more than 64 MB from the system all the same.
 
     Returns:
         Whether the allocator took it: False where it is not glibc's.
